@@ -1,0 +1,129 @@
+"""`python -m engines.runtime`: one engine, from a configuration file or from flags.
+
+Exit codes: 0 after SIGTERM or SIGINT; 2 bad configuration; 3 the model could not be loaded; 4 the port is taken;
+1 anything else. Each failure is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from engines.errors import ModelLoadFailed
+from engines.runtime.core import EngineCore
+from engines.runtime.http import EngineServer
+from engines.runtime.metrics import EngineMetrics
+from engines.wire import ConfigInvalid, EngineConfig
+
+SHUTDOWN_S = 4.0
+log = logging.getLogger("hydra.engine")
+
+
+def parse_config(arguments: list[str]) -> EngineConfig:
+    """Flags override the file. Raises ConfigInvalid."""
+    parser = argparse.ArgumentParser(prog="python -m engines.runtime", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", type=Path, help="JSON file of an EngineConfig")
+    parser.add_argument("--model", dest="model_path", help="path of the GGUF")
+    parser.add_argument("--model-name", help="name that requests use (default: the file's name)")
+    parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
+    for name, text in (
+        ("port", "HTTP port"),
+        ("slots", "requests served at once"),
+        ("threads", "compute threads, 0: all cores but one"),
+        ("gpu-layers", "layers on the GPU, -1: all"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=text)
+    parser.add_argument("--context", dest="context_tokens", type=int, help="tokens of one request, answer included")
+    given = vars(parser.parse_args(arguments))
+    path: Path | None = given.pop("config")
+    flags = {key: value for key, value in given.items() if value is not None}
+    if path is not None:
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ConfigInvalid(f"cannot read {path}: {error.strerror}") from error
+        config = EngineConfig.from_json(text)
+        return dataclasses.replace(config, **flags)
+    if "model_path" not in flags:
+        raise ConfigInvalid("give --config or --model")
+    flags.setdefault("model_name", Path(flags["model_path"]).stem)
+    return EngineConfig(**flags)
+
+
+def compute_threads(wanted: int) -> int:
+    """0 leaves one core to the rest: two busy processes on as many spinning threads cost tenfold."""
+    return wanted or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+async def serve(config: EngineConfig) -> int:
+    """Runs until a signal, a load failure or the core's end. Returns the exit code."""
+    loop = asyncio.get_running_loop()
+    core = EngineCore(config, compute_threads(config.threads), loop, EngineMetrics())
+    server = EngineServer(config, core)
+    runner = web.AppRunner(
+        server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S / 2, keepalive_timeout=75
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+    except OSError as error:
+        await runner.cleanup()
+        log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror)
+        return 4
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    core.start()
+    log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model_path)
+    await _until_stopped(core, stop)
+    core.stop()
+    await runner.cleanup()
+    server.close()
+    await asyncio.to_thread(core.join, SHUTDOWN_S)
+    if core.is_alive():
+        log.error("the core is still inside llama.cpp after %.0f s; leaving it", SHUTDOWN_S)
+        return 1
+    return _exit_code(core)
+
+
+async def _until_stopped(core: EngineCore, stop: asyncio.Event) -> None:
+    """Returns on a signal or when the core ended by itself."""
+    stopped = asyncio.ensure_future(stop.wait())
+    while not stop.is_set() and core.state in ("loading", "ready"):
+        changed = asyncio.ensure_future(core.changed.wait())
+        await asyncio.wait((stopped, changed), return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
+        core.changed.clear()
+    stopped.cancel()
+
+
+def _exit_code(core: EngineCore) -> int:
+    if isinstance(core.failure, ModelLoadFailed):
+        return 3
+    return 1 if core.failure is not None else 0
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        config = parse_config(arguments)
+        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    except (ConfigInvalid, ValueError) as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(serve(config))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    # Not sys.exit: a core thread stuck in native code must not keep the process alive.
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,111 @@
+"""One request on its way to an answer, and the mailbox that carries its pieces from the core's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engines.errors import EngineError
+from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
+from engines.runtime.text import TextAssembler
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an answer cost. Durations in seconds; `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float
+    prompt_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`."""
+
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_done_tokens: int | None = None
+    finish_reason: str | None = None
+    error: EngineError | None = None
+    stats: Stats | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class Mailbox:
+    """Pieces of one generation, put and taken on the event loop. Bounded by the answer's length."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._news = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._news.set()
+
+    async def take(self, timeout_s: float) -> list[Piece]:
+        """All pieces that are there, waiting for the first; an empty list after `timeout_s` of silence."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return []
+        self._news.clear()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+def deliver(outbox: Iterable[tuple[Mailbox, Piece]]) -> None:
+    """Runs on the event loop once a step, for all streams together: one wake-up instead of one a token."""
+    for mailbox, piece in outbox:
+        mailbox.put(piece)
+
+
+@dataclass(eq=False)
+class Generation:
+    """Owned by the core's thread after submission, except `cancelled`, which anybody may set."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    mailbox: Mailbox
+    deadline_at: float
+    reuse_prefix: bool = True
+    wants_progress: bool = False
+    cancelled: bool = False
+    queued_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    first_token_at: float | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens: list[int] = list(self.prompt)
+        self.text = TextAssembler(self.stops)
+        self.sampler: Sampler | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    def stats(self, now: float) -> Stats:
+        started = self.started_at if self.started_at is not None else now
+        first = self.first_token_at if self.first_token_at is not None else now
+        return Stats(
+            prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self.new_tokens,
+            queue_s=started - self.queued_at,
+            prompt_s=first - started,
+            decode_s=now - first,
+        )

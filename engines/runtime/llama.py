@@ -1,0 +1,215 @@
+"""The only module that touches llama.cpp: model, vocabulary, batch and context behind plain Python types.
+
+Everything here except `Vocabulary` belongs to the thread that made the context. Shapes and return codes as in llama.h of
+the llama.cpp that llama-cpp-python 0.3.36 vendors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.errors import ModelLoadFailed
+from engines.wire import EngineConfig
+
+log = logging.getLogger("hydra.engine.llama")
+
+_GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+_LOG_LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
+
+
+@llama_cpp.llama_log_callback
+def _log_from_llama(level: int, text: bytes, _user_data: object) -> None:
+    """llama.cpp's own lines: its INFO is our DEBUG, since it describes every tensor at load."""
+    line = text.decode("utf-8", "replace").rstrip()
+    if line:
+        log.log(_LOG_LEVELS.get(level, logging.DEBUG), line)
+
+
+class Vocabulary:
+    """Tokens of a loaded model. Read-only, so any thread may use it; all pieces are kept as bytes."""
+
+    def __init__(self, model: Any) -> None:
+        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)
+        self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
+        self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        self.pieces: list[bytes] = [self._piece(token, special=False) for token in range(self.size)]
+        self.longest_piece_bytes = max(1, max(len(piece) for piece in self.pieces))
+        self.end_tokens = frozenset(t for t in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, t))
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        for size in (64, 4096):
+            buffer = ctypes.create_string_buffer(size)
+            length = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
+            if length >= 0:
+                return buffer.raw[:length]
+        raise ModelLoadFailed(f"Token {token} of the vocabulary is longer than 4096 bytes")
+
+    def text_of(self, token: int) -> str:
+        """The token as the vocabulary writes it, control tokens included; "" for a token that does not exist (-1)."""
+        return "" if token < 0 else self._piece(token, special=True).decode("utf-8", "replace")
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`. llama.cpp tells the needed size by a negative count, hence at most two calls."""
+        raw = text.encode("utf-8")
+        capacity = len(raw) + 8
+        for _ in range(2):
+            buffer = (llama_cpp.llama_token * capacity)()
+            count = llama_cpp.llama_tokenize(self._vocab, raw, len(raw), buffer, capacity, add_special, parse_special)
+            if count >= 0:
+                return list(buffer[:count])
+            capacity = -count
+        raise ValueError("llama_tokenize wants more room than it asked for")
+
+
+class Batch:
+    """A reusable llama_batch over numpy arrays; row i has one token, one position, one sequence and an output flag."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self.outputs = 0
+        self._token = np.zeros(capacity, dtype=np.int32)
+        self._pos = np.zeros(capacity, dtype=np.int32)
+        self._n_seq = np.ones(capacity, dtype=np.int32)
+        self._seq = np.zeros(capacity, dtype=np.int32)
+        self._output = np.zeros(capacity, dtype=np.int8)
+        # llama.cpp wants a pointer per row; row i points at element i of _seq, so filling _seq is enough.
+        self._seq_rows = np.uint64(self._seq.ctypes.data) + np.arange(capacity, dtype=np.uint64) * np.uint64(4)
+        self.native = llama_cpp.llama_batch()
+        self.native.token = self._token.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
+        self.native.pos = self._pos.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_pos))
+        self.native.n_seq_id = self._n_seq.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        self.native.seq_id = self._seq_rows.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(llama_cpp.llama_seq_id)))
+        self.native.logits = self._output.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+
+    def clear(self) -> None:
+        self.count = 0
+        self.outputs = 0
+
+    @property
+    def room(self) -> int:
+        return self.capacity - self.count
+
+    def add(self, seq: int, start: int, tokens: Sequence[int], *, output_last: bool) -> int:
+        """Appends `tokens` at positions `start`… of `seq`; returns the row of the last one."""
+        first, end = self.count, self.count + len(tokens)
+        self._token[first:end] = tokens
+        self._pos[first:end] = np.arange(start, start + len(tokens))
+        self._seq[first:end] = seq
+        self._output[first:end] = 0
+        if output_last:
+            self._output[end - 1] = 1
+            self.outputs += 1
+        self.count = end
+        self.native.n_tokens = end
+        return end - 1
+
+
+class Llama:
+    """A model and its context. Made, used and closed by one thread. Raises ModelLoadFailed with a line for people."""
+
+    def __init__(self, config: EngineConfig, threads: int, on_progress: Callable[[float], None]) -> None:
+        self._cleanup = ExitStack()
+        llama_cpp.llama_log_set(_log_from_llama, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        try:
+            self._load(config, on_progress)
+            self._make_context(config, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, config: EngineConfig, on_progress: Callable[[float], None]) -> None:
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = config.gpu_layers
+        params.main_gpu = config.main_gpu
+        if not config.mmap:
+            params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+
+        @llama_cpp.llama_progress_callback
+        def progress(share: float, _user_data: object) -> bool:
+            on_progress(share)
+            return True
+
+        params.progress_callback = progress
+        self.model = llama_cpp.llama_model_load_from_file(config.model_path.encode(), params)
+        if not self.model:
+            raise ModelLoadFailed(f"llama.cpp could not load {config.model_path}; is it a complete, supported GGUF?")
+        self._cleanup.callback(llama_cpp.llama_model_free, self.model)
+        self.vocabulary = Vocabulary(self.model)
+        self.context_train_tokens: int = llama_cpp.llama_model_n_ctx_train(self.model)
+        self.window_tokens: int = llama_cpp.llama_model_n_swa(self.model)
+        # A recurrent state cannot drop a suffix, which decides how prefixes are reused and batches are built.
+        self.has_recurrent_state: bool = llama_cpp.llama_model_is_recurrent(
+            self.model
+        ) or llama_cpp.llama_model_is_hybrid(self.model)
+        self.parameter_count: int = llama_cpp.llama_model_n_params(self.model)
+        self.size_bytes: int = llama_cpp.llama_model_size(self.model)
+        self.embedding_length: int = llama_cpp.llama_model_n_embd(self.model)
+        template = llama_cpp.llama_model_chat_template(self.model, None)
+        self.chat_template: str | None = template.decode("utf-8", "replace") if template else None
+
+    def _make_context(self, config: EngineConfig, threads: int) -> None:
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = config.cells
+        params.n_batch = max(config.batch_tokens, config.slots)
+        params.n_ubatch = min(config.micro_batch_tokens, params.n_batch)
+        params.n_seq_max = config.slots
+        # A step asks for one row of logits per slot at most; the default would reserve hundreds of MiB.
+        params.n_outputs_max = config.slots
+        params.n_threads = threads
+        params.n_threads_batch = threads
+        # Pinned, not "auto": state of a context with flash attention cannot enter one without.
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        params.type_k = _GGML_TYPES[config.kv_type_k]
+        params.type_v = _GGML_TYPES[config.kv_type_v]
+        params.kv_unified = True
+        params.no_perf = True
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise ModelLoadFailed(
+                f"llama.cpp could not make a context of {config.cells} cells for {config.slots} slots;"
+                " use fewer slots, a shorter context or smaller KV types"
+            )
+        self._cleanup.callback(llama_cpp.llama_free, self.context)
+        self.memory = llama_cpp.llama_get_memory(self.context)
+
+    def decode(self, batch: Batch) -> int:
+        """0 done; 1 no room in the cache; negative: refused. Releases the GIL while it computes."""
+        return int(llama_cpp.llama_decode(self.context, batch.native))
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """A view of the row's logits, shape (vocabulary,); valid until the next decode."""
+        pointer = llama_cpp.llama_get_logits_ith(self.context, row)
+        if not pointer:
+            raise ValueError(f"row {row} of the batch asked for no logits")
+        return np.ctypeslib.as_array(pointer, shape=(self.vocabulary.size,))
+
+    def keep_prefix(self, seq: int, length: int) -> bool:
+        """Drops positions ≥ `length` of `seq`. False when the memory cannot (recurrent state); nothing changed then."""
+        return bool(llama_cpp.llama_memory_seq_rm(self.memory, seq, length, -1))
+
+    def clear(self, seq: int) -> None:
+        """Empties `seq` wholly, which never fails and also drops a recurrent state."""
+        llama_cpp.llama_memory_seq_rm(self.memory, seq, -1, -1)
+
+    def first_position(self, seq: int) -> int:
+        """The lowest position still held in every layer, -1 when empty; above 0 behind a sliding window."""
+        return int(llama_cpp.llama_memory_seq_pos_min(self.memory, seq))
+
+    def last_position(self, seq: int) -> int:
+        return int(llama_cpp.llama_memory_seq_pos_max(self.memory, seq))
+
+    def close(self) -> None:
+        """Frees context and model. Calling it twice is harmless."""
+        self._cleanup.close()

@@ -1,0 +1,71 @@
+"""The engine's Prometheus series: llama.cpp's names where its dashboards have one, our own prefix for the rest."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from engines.runtime.generation import Generation, Stats
+from engines.runtime.slots import SlotTable
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_STEPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class EngineMetrics:
+    """A registry of its own, so that several engines in one test process do not clash. Updated by the core's thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.prompt_tokens = self._counter("llamacpp:prompt_tokens", "Prompt tokens computed")
+        self.predicted_tokens = self._counter("llamacpp:tokens_predicted", "Tokens generated")
+        self.prompt_seconds = self._counter("llamacpp:prompt_seconds", "Time from admission to the first token")
+        self.predicted_seconds = self._counter("llamacpp:tokens_predicted_seconds", "Time from first to last token")
+        self.decode_calls = self._counter("llamacpp:n_decode", "Calls of llama_decode")
+        self.cached_tokens = self._counter("hydra_engine_cached_prompt_tokens", "Prompt tokens reused, not computed")
+        self.preemptions = self._counter("hydra_engine_preemptions", "Generations put back because the cache was full")
+        self.requests = Counter(
+            "hydra_engine_requests", "Ended generations by outcome", ["outcome"], registry=self.registry
+        )
+        self.queue_seconds = self._histogram("hydra_engine_queue_seconds", "Time in the waiting line", _WAITS_S)
+        self.first_token_seconds = self._histogram(
+            "hydra_engine_time_to_first_token_seconds", "Time from arrival to the first token", _WAITS_S
+        )
+        self.output_token_seconds = self._histogram(
+            "hydra_engine_time_per_output_token_seconds", "A generation's mean time between tokens", _STEPS_S
+        )
+        self.step_seconds = self._histogram("hydra_engine_step_seconds", "Duration of llama_decode", _STEPS_S)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, registry=self.registry, buckets=buckets)
+
+    def watch(self, table: SlotTable, waiting: deque[Generation]) -> None:
+        """Registers the gauges that are read from the core's own state when somebody scrapes."""
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, registry=self.registry)
+
+        gauge("llamacpp:requests_processing", "Generations in slots").set_function(lambda: len(table.busy))
+        gauge("llamacpp:requests_deferred", "Generations in the waiting line").set_function(lambda: len(waiting))
+        gauge("llamacpp:kv_cache_tokens", "KV cells in use").set_function(lambda: table.cells - table.free_cells)
+        gauge("llamacpp:kv_cache_usage_ratio", "Share of KV cells in use").set_function(
+            lambda: 1 - table.free_cells / table.cells
+        )
+        gauge("hydra_engine_slots", "Slots of this engine").set(len(table.slots))
+
+    def ended(self, outcome: str, stats: Stats) -> None:
+        self.requests.labels(outcome).inc()
+        self.cached_tokens.inc(stats.cached_tokens)
+        if stats.completion_tokens:
+            self.prompt_seconds.inc(stats.prompt_s)
+            self.predicted_seconds.inc(stats.decode_s)
+        if stats.completion_tokens > 1:
+            self.output_token_seconds.observe(stats.decode_s / (stats.completion_tokens - 1))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

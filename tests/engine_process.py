@@ -1,0 +1,93 @@
+"""Starts real engine processes for tests and ends them by pid."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from engines.wire import EngineConfig
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineProcess:
+    """`python -m engines.runtime` with one compute thread on a free port. Use as a context manager."""
+
+    def __init__(self, folder: Path, model_path: Path, **settings: Any) -> None:
+        values: dict[str, Any] = {"slots": 4, "context_tokens": 1024, "threads": 1, "port": free_port()}
+        self.config = EngineConfig(model_path=str(model_path), model_name="test-model", **{**values, **settings})
+        self.base_url = f"http://127.0.0.1:{self.config.port}"
+        self._config_path = folder / f"engine-{self.config.port}.json"
+        self._config_path.write_text(self.config.to_json())
+        self.log_path = folder / f"engine-{self.config.port}.log"
+
+    def __enter__(self) -> EngineProcess:
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engines.runtime", "--config", str(self._config_path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=Path(__file__).resolve().parent.parent,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while self.health() != "ok":
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"the engine did not become ready:\n{self.log_path.read_text()}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait(10)
+
+    def health(self) -> str | None:
+        try:
+            return str(self.get("/health")["status"])
+        except (urllib.error.URLError, ConnectionError):
+            return None
+
+    def get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self.base_url + path, timeout=5) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.load(error)
+
+    def text(self, path: str) -> str:
+        with urllib.request.urlopen(self.base_url + path, timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def wait_idle(self, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+        """Waits until no slot works, which is how a leaked one would show. Returns the slots."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            slots: list[dict[str, Any]] = self.get("/slots")
+            if not any(slot["is_processing"] for slot in slots):
+                return slots
+            if time.monotonic() > deadline:
+                raise AssertionError(f"a slot did not become idle: {slots}")
+            time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Tests of pools: models, their files, and where they come from."""
