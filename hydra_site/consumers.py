@@ -1,0 +1,89 @@
+"""The dashboard's WebSocket: the whole pool on connect, then what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from typing import Any
+
+from channels.generic.websocket import AsyncWebsocketConsumer
+
+from hydra_site.pool_snapshot import to_wire
+from hydra_site.pool_watcher import watcher
+
+CLOSE_NOT_LOGGED_IN = 4401
+CLOSE_SILENT_PAGE = 4408
+# A page answers every frame with "seen"; one that is silent for so long has gone or hangs.
+SEEN_TIMEOUT_S = 60.0
+
+
+class PoolConsumer(AsyncWebsocketConsumer):
+    """Sends `{"type": "pool", "taken_at", "version", "snapshot"|null, "samples"}`; the page answers `{"type": "seen"}`.
+
+    The next frame waits for that answer and is made from the latest snapshot at that moment, so that a slow browser
+    gets fewer frames instead of a growing buffer. `snapshot` is null while the version is what the page has.
+    """
+
+    # The watcher listens to the channel layer for all pages; a page must outlive the layer.
+    channel_layer_alias = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sender: asyncio.Task[None] | None = None
+        self.seen = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Runs until the page leaves or the server stops; either way nothing of this page goes on."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._stop_sending()
+
+    async def connect(self) -> None:
+        await self.accept()
+        user = self.scope.get("user")
+        if user is None or not user.is_authenticated:
+            # Closed after accepting, because a browser sees the code only then.
+            await self.close(CLOSE_NOT_LOGGED_IN)
+            return
+        self.sender = asyncio.create_task(self._send_frames(), name="pool-page")
+
+    async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
+        self.seen.set()
+
+    async def _stop_sending(self) -> None:
+        if self.sender is not None:
+            self.sender.cancel()
+            with suppress(asyncio.CancelledError):
+                await self.sender
+
+    async def _send_frames(self) -> None:
+        pool = watcher()
+        version_sent = 0
+        sample_sent_s = 0.0
+        async with pool.subscribe() as refreshed:
+            while True:
+                await refreshed.wait()
+                refreshed.clear()
+                snapshot = pool.snapshot
+                if snapshot is None:
+                    continue
+                samples = pool.samples_after(sample_sent_s)
+                frame = {
+                    "type": "pool",
+                    "version": snapshot.version,
+                    "taken_at": to_wire(snapshot.taken_at),
+                    "snapshot": to_wire(snapshot) if snapshot.version != version_sent else None,
+                    "samples": to_wire(samples),
+                }
+                version_sent = snapshot.version
+                sample_sent_s = samples[-1].at_s if samples else sample_sent_s
+                self.seen.clear()
+                await self.send(json.dumps(frame))
+                try:
+                    async with asyncio.timeout(SEEN_TIMEOUT_S):
+                        await self.seen.wait()
+                except TimeoutError:
+                    await self.close(CLOSE_SILENT_PAGE)
+                    return

@@ -1,0 +1,194 @@
+"""What the dashboard shows at one moment, as frozen dataclasses, and how it is gathered.
+
+A snapshot joins the rows (hosts, engines, sessions: read through the apps' services) with the slots that each serving engine
+reports itself. It holds no number that nobody measured: what is unknown is None, what is old keeps the time of its
+last measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from engines.client import EngineClient
+from engines.errors import EngineUnreachable
+from engines.services import EngineView, engine_views
+from engines.wire import SlotView
+from pools.db import in_db
+from pools.services import HostView, host_views
+from sessions.services import ChatView, recent_sessions
+
+RECENT_SESSIONS = 12
+SLOT_POLL_TIMEOUT_S = 0.8
+# Engines in these states answer /slots; an unhealthy one is asked too, since its answer is the first sign of recovery.
+POLLED_STATES = frozenset({"ready", "unhealthy"})
+
+
+@dataclass(frozen=True)
+class SlotCell:
+    """One slot as the page draws it. `progress` is the done share of a prefill (0..1), None in other states."""
+
+    id: int
+    state: str
+    progress: float | None
+    tokens_per_s: float | None
+    context_used_tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineCard:
+    """An engine's row and its slots. `cells_stale_since` is set while the engine does not answer: the cells are that old."""
+
+    engine: EngineView
+    cells: tuple[SlotCell, ...]
+    cells_stale_since: datetime | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Something that wants a decision: which object, what happened, what to do about it."""
+
+    severity: str
+    subject: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One point of the activity plot. None means that no engine answered, which is not the same as zero."""
+
+    at_s: float
+    tokens_per_s: float | None
+    busy_slots: int | None
+    slots: int | None
+
+
+@dataclass(frozen=True)
+class PoolSnapshot:
+    """The whole pool. `version` grows when anything but the time changed; `taken_at` is when it was last true."""
+
+    version: int
+    taken_at: datetime
+    hosts: tuple[HostView, ...]
+    engines: tuple[EngineCard, ...]
+    sessions: tuple[ChatView, ...]
+    attention: tuple[Attention, ...]
+
+    def same_content(self, other: PoolSnapshot) -> bool:
+        """True if a page that shows `other` would look the same with this one."""
+        return dataclasses.replace(self, version=other.version, taken_at=other.taken_at) == other
+
+
+async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sample]:
+    """Reads rows and slots now. The version is the previous one's unless the content changed.
+
+    Raises django.db.Error when the database does not answer; an engine that does not answer only makes its cells stale.
+    """
+    hosts, engines, sessions = await in_db(_read_rows)
+    old_cards = {card.engine.id: card for card in previous.engines} if previous else {}
+    cards = await asyncio.gather(*(_engine_card(engine, old_cards.get(engine.id)) for engine in engines))
+    taken_at = datetime.now(UTC)
+    snapshot = PoolSnapshot(
+        version=previous.version + 1 if previous else 1,
+        taken_at=taken_at,
+        hosts=hosts,
+        engines=tuple(cards),
+        sessions=sessions,
+        attention=attention_of(hosts, engines),
+    )
+    if previous and snapshot.same_content(previous):
+        snapshot = dataclasses.replace(snapshot, version=previous.version)
+    return snapshot, sample_of(taken_at, cards)
+
+
+def _read_rows() -> tuple[tuple[HostView, ...], tuple[EngineView, ...], tuple[ChatView, ...]]:
+    return host_views(), engine_views(), recent_sessions(RECENT_SESSIONS)
+
+
+async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard:
+    """The engine with fresh cells, or with its last known ones and their age."""
+    if engine.base_url is None or engine.state not in POLLED_STATES:
+        return EngineCard(engine, (), None)
+    try:
+        async with asyncio.timeout(SLOT_POLL_TIMEOUT_S):
+            slots = await EngineClient(engine.base_url).slots()
+    except (EngineUnreachable, TimeoutError):
+        # Not an error of ours: the head notices a dead engine by itself, the page shows how old its cells are.
+        if old is None or not old.cells or old.engine.epoch != engine.epoch:
+            return EngineCard(engine, (), None)
+        return EngineCard(engine, old.cells, old.cells_stale_since or datetime.now(UTC))
+    return EngineCard(engine, tuple(cell_of(slot) for slot in slots), None)
+
+
+def cell_of(slot: SlotView) -> SlotCell:
+    """A slot as the page draws it. An idle slot's context is what it keeps for the next turn."""
+    prefilling = slot.state == "prefill"
+    busy = slot.state in ("prefill", "decode")
+    progress = min(1.0, slot.prompt_done_tokens / slot.prompt_tokens) if prefilling and slot.prompt_tokens else None
+    return SlotCell(
+        id=slot.id,
+        state=slot.state,
+        progress=round(progress, 3) if progress is not None else None,
+        tokens_per_s=round(slot.tokens_per_s, 1) if slot.state == "decode" else None,
+        context_used_tokens=slot.prompt_done_tokens + slot.decoded_tokens if busy else slot.cached_tokens,
+        context_tokens=slot.context_tokens,
+    )
+
+
+def sample_of(taken_at: datetime, cards: list[EngineCard]) -> Sample:
+    """Sums over the engines that answered just now."""
+    cells = [cell for card in cards if card.cells_stale_since is None for cell in card.cells]
+    if not cells:
+        return Sample(taken_at.timestamp(), None, None, None)
+    return Sample(
+        at_s=taken_at.timestamp(),
+        tokens_per_s=round(sum(cell.tokens_per_s or 0.0 for cell in cells), 1),
+        busy_slots=sum(cell.state != "idle" for cell in cells),
+        slots=len(cells),
+    )
+
+
+def attention_of(hosts: tuple[HostView, ...], engines: tuple[EngineView, ...]) -> tuple[Attention, ...]:
+    """What wants a decision, failures first; empty when all is well."""
+    lost = {host.id for host in hosts if host.state == "lost"}
+    found = [
+        Attention(
+            "failure",
+            f"Host {host.name}",
+            "has not reported for a while. Its engines cannot be started or stopped until it is back.",
+            "Check that the host is up and that its head runs.",
+        )
+        for host in hosts
+        if host.id in lost
+    ]
+    for engine in engines:
+        if engine.state == "failed":
+            hint = "Correct the cause, then set the engine to running again in the admin."
+            found.append(Attention("failure", f"Engine {engine.name}", engine.last_error or "failed.", hint))
+    for engine in engines:
+        if engine.state == "unhealthy" and engine.host_id not in lost:
+            hint = "It is asked again every few seconds, and restarted if it stays silent."
+            message = engine.last_error or "does not answer its health check."
+            found.append(Attention("warning", f"Engine {engine.name}", message, hint))
+    return tuple(found)
+
+
+# Where an engine listens is nobody's business in a browser.
+_PRIVATE_FIELDS = frozenset({"base_url"})
+
+
+def to_wire(value: Any) -> Any:
+    """A snapshot (or any part of it) as JSON-ready values: dataclasses become objects, datetimes seconds since 1970."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {f.name: to_wire(getattr(value, f.name)) for f in fields if f.name not in _PRIVATE_FIELDS}
+    if isinstance(value, tuple | list):
+        return [to_wire(item) for item in value]
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return value

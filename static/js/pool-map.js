@@ -1,0 +1,149 @@
+// The machines as they stand: hosts, on them devices filled with the memory in use, on those the engines and their slots.
+
+import { h, keyed, setAttribute, setText } from "./dom.js";
+import { age, bytes, bytesOf, count, plural, rate } from "./format.js";
+
+const ENGINE_TONES = { ready: "ok", starting: "moving", stopping: "moving", unhealthy: "warn", failed: "bad", stopped: "" };
+
+/** Draws all hosts into `parent`. `now` is the server's clock; numbers older than `staleS` are grey and say their age. */
+export function drawHosts(parent, hosts, engines, now, staleS) {
+  const cardsOf = (hostId) => engines.filter((card) => card.engine.host_id === hostId);
+  for (const ghost of parent.querySelectorAll(".ghost")) ghost.remove();
+  keyed(parent, hosts.map((host) => ({ host, cards: cardsOf(host.id), now, staleS })), ({ host }) => host.id, createHost, updateHost);
+}
+
+function part(root, name) {
+  return root.querySelector(`:scope [data-part="${name}"]`);
+}
+
+/** The age in seconds when a measurement is too old to be called current, else null. */
+function staleAge(lastSeenAt, { now, staleS }) {
+  const seconds = lastSeenAt === null ? null : now - lastSeenAt;
+  return seconds !== null && seconds > staleS ? seconds : null;
+}
+
+// --- hosts ---
+
+function createHost() {
+  return h("article", { class: "host", "data-testid": "host" },
+    h("header", { class: "host-head" },
+      h("h2", { "data-part": "name" }),
+      h("span", { class: "state", "data-part": "state" }),
+      h("p", { class: "host-facts", "data-part": "facts" })),
+    h("div", { class: "devices", "data-part": "devices" }));
+}
+
+function updateHost(element, context) {
+  const { host, cards } = context;
+  const stale = staleAge(host.last_seen_at, context);
+  const lost = host.state === "lost";
+  setText(part(element, "name"), host.name);
+  const state = part(element, "state");
+  setAttribute(state, "data-tone", lost ? "bad" : stale === null ? "ok" : "");
+  setText(state, lost ? `lost${stale === null ? "" : ` ${age(stale)} ago`}` : stale === null ? "up" : `last report ${age(stale)} ago`);
+  const facts = [host.cpu_model, plural(host.cpu_count, "core")];
+  if (host.load_1m !== null) facts.push(`load ${host.load_1m.toFixed(2)}`);
+  if (host.memory_available_bytes !== null) facts.push(`${bytes(host.memory_available_bytes)} of ${bytes(host.memory_total_bytes)} free`);
+  setText(part(element, "facts"), facts.filter(Boolean).join(" · "));
+  element.classList.toggle("stale-block", stale !== null);
+  const known = new Set(host.gpus.map((gpu) => gpu.id));
+  const fallback = host.gpus.find((gpu) => gpu.kind === "cpu") ?? host.gpus[0];
+  const placed = (gpu) => cards.filter(({ engine }) => (known.has(engine.gpu_id) ? engine.gpu_id : fallback?.id) === gpu.id);
+  keyed(part(element, "devices"), host.gpus.map((gpu) => ({ ...context, gpu, cards: placed(gpu) })), ({ gpu }) => gpu.id, createDevice, updateDevice);
+}
+
+// --- devices ---
+
+function createDevice({ gpu }) {
+  return h("section", { class: "device", "data-kind": gpu.kind, "data-testid": "device" },
+    h("div", { class: "fill", "data-part": "fill", "aria-hidden": "true" }),
+    h("header", { class: "device-head" },
+      h("h3", { "data-part": "name" }),
+      h("p", { class: "device-kind", "data-part": "kind" }),
+      h("p", { class: "memory", "data-part": "memory" })),
+    h("div", { class: "engines", "data-part": "engines" }),
+    h("p", { class: "device-empty", "data-part": "empty" }, "No engine on this device."),
+    h("p", { class: "device-facts", "data-part": "device-facts" }));
+}
+
+function updateDevice(element, context) {
+  const { gpu, cards } = context;
+  const stale = staleAge(gpu.last_seen_at, context);
+  const known = gpu.memory_used_bytes !== null && gpu.memory_total_bytes > 0;
+  const share = known ? Math.min(1, gpu.memory_used_bytes / gpu.memory_total_bytes) : 0;
+  const fill = part(element, "fill");
+  fill.style.setProperty("--share", share.toFixed(3));
+  fill.hidden = !known;
+  setText(part(element, "name"), gpu.name || (gpu.kind === "cpu" ? "CPU" : `GPU ${gpu.index}`));
+  setText(part(element, "kind"), gpu.kind === "cpu" ? `CPU · ${gpu.arch}` : `GPU ${gpu.index} · ${gpu.arch}`);
+  setText(part(element, "memory"), known ? `${bytesOf(gpu.memory_used_bytes, gpu.memory_total_bytes)} · ${Math.round(share * 100)} %` : "memory not measured");
+  const facts = [];
+  if (gpu.utilization_percent !== null) facts.push(`${Math.round(gpu.utilization_percent)} % busy`);
+  if (gpu.temperature_c !== null) facts.push(`${Math.round(gpu.temperature_c)} °C`);
+  if (gpu.power_w !== null) facts.push(`${Math.round(gpu.power_w)} W`);
+  if (stale !== null) facts.push(`measured ${age(stale)} ago`);
+  setText(part(element, "device-facts"), facts.join(" · "));
+  part(element, "device-facts").hidden = facts.length === 0;
+  part(element, "empty").hidden = cards.length > 0;
+  element.classList.toggle("stale-block", stale !== null);
+  keyed(part(element, "engines"), cards.map((card) => ({ ...context, card })), ({ card }) => card.engine.id, createEngine, updateEngine);
+}
+
+// --- engines and their slots ---
+
+function createEngine() {
+  return h("article", { class: "engine", "data-testid": "engine-card" },
+    h("header", { class: "engine-head" },
+      h("h3", { "data-part": "name" }),
+      h("span", { class: "state", "data-part": "state", "data-testid": "engine-state" })),
+    h("p", { class: "engine-model", "data-part": "model" }),
+    h("p", { class: "engine-error", "data-part": "error" }),
+    h("ul", { class: "slots", "data-part": "slots", "aria-label": "Slots" }),
+    h("p", { class: "engine-facts", "data-part": "facts" }));
+}
+
+function updateEngine(element, context) {
+  const { engine, cells, cells_stale_since: staleSince } = context.card;
+  setAttribute(element, "data-state", engine.state);
+  setText(part(element, "name"), engine.name);
+  const state = part(element, "state");
+  setAttribute(state, "data-tone", ENGINE_TONES[engine.state] ?? "");
+  setText(state, engine.state);
+  setText(part(element, "model"), [engine.model_name, engine.quantization].filter(Boolean).join(" · "));
+  const error = part(element, "error");
+  error.hidden = !engine.last_error || engine.state === "ready";
+  setText(error, engine.last_error);
+  const slots = part(element, "slots");
+  slots.hidden = cells.length === 0;
+  slots.classList.toggle("stale-block", staleSince !== null);
+  keyed(slots, cells, (cell) => cell.id, createSlot, updateSlot);
+  const facts = [];
+  if (staleSince !== null) facts.push(`slots as of ${age(context.now - staleSince)} ago`);
+  if (!cells.length) facts.push(plural(engine.slots, "slot"));
+  facts.push(`${count(engine.context_tokens)} tokens of context each`);
+  if (engine.threads) facts.push(plural(engine.threads, "thread"));
+  if (engine.state === "ready" && engine.ready_at !== null) facts.push(`ready for ${age(context.now - engine.ready_at)}`);
+  if (engine.restarts) facts.push(plural(engine.restarts, "restart"));
+  setText(part(element, "facts"), facts.join(" · "));
+}
+
+function createSlot() {
+  return h("li", { class: "slot", "data-testid": "slot-cell" },
+    h("span", { class: "slot-state", "data-part": "state" }),
+    h("span", { class: "slot-figure", "data-part": "figure" }),
+    h("span", { class: "slot-context", "aria-hidden": "true" }, h("i", { "data-part": "context" })));
+}
+
+function updateSlot(element, cell) {
+  const words = { idle: "idle", prefill: "reading", decode: "writing" };
+  setAttribute(element, "data-state", cell.state);
+  element.style.setProperty("--progress", cell.progress ?? 0);
+  setText(part(element, "state"), words[cell.state] ?? cell.state);
+  let figure = "";
+  if (cell.state === "prefill") figure = cell.progress === null ? "" : `${Math.round(cell.progress * 100)} %`;
+  if (cell.state === "decode") figure = `${rate(cell.tokens_per_s)} t/s`;
+  setText(part(element, "figure"), figure);
+  const share = cell.context_tokens ? Math.min(1, cell.context_used_tokens / cell.context_tokens) : 0;
+  part(element, "context").style.setProperty("--share", share.toFixed(3));
+  setAttribute(element, "title", `Slot ${cell.id}: ${count(cell.context_used_tokens)} of ${count(cell.context_tokens)} tokens of context in use`);
+}

@@ -1,0 +1,1 @@
+"""The whole stack, as `manage.py up` starts it."""

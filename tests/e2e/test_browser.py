@@ -1,0 +1,112 @@
+"""The panel in a real browser: log in, see the pool, chat, and see tokens arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.stack import ADMIN_PASSWORD, Stack
+
+CHROMIUM = Path("/usr/bin/chromium")
+# As root Chromium has no sandbox; the rest keeps it from asking the network for things of its own.
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+WAIT_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser: Browser, stack: Stack) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(WAIT_MS)
+    opened = context.new_page()
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("requestfailed", lambda request: problems.append(f"{request.failure}: {request.url}"))
+    opened.on("request", lambda request: _note_foreign(request.url, stack, problems))
+    opened.goto(stack.url + "/")
+    expect(opened).to_have_url(stack.url + "/login/?next=/")
+    opened.get_by_test_id("login-username").fill("admin")
+    opened.get_by_test_id("login-password").fill(ADMIN_PASSWORD)
+    opened.get_by_test_id("login-submit").click()
+    yield opened
+    context.close()
+    assert [problem for problem in problems if "net::ERR_ABORTED" not in problem] == []
+
+
+def _note_foreign(url: str, stack: Stack, problems: list[str]) -> None:
+    if not url.startswith((stack.url, "data:", "blob:")):
+        problems.append(f"asked another host: {url}")
+
+
+def test_the_dashboard_shows_the_engine_live(page: Page) -> None:
+    card = page.get_by_test_id("engine-card")
+    expect(card).to_have_count(1, timeout=WAIT_MS)
+    expect(card).to_contain_text("cpu-0")
+    expect(card.get_by_test_id("engine-state")).to_have_text("ready")
+    expect(card.get_by_test_id("slot-cell")).to_have_count(4)
+
+
+def test_a_chat_arrives_token_by_token_and_shows_its_speed(page: Page, stack: Stack) -> None:
+    page.goto(stack.url + "/playground/")
+    page.get_by_test_id("composer").fill("Tell me a short story about a river.")
+    page.get_by_test_id("send").click()
+    text = page.get_by_test_id("message-assistant").get_by_test_id("message-text")
+    expect(text).not_to_be_empty(timeout=WAIT_MS)
+    early = text.inner_text()
+    page.get_by_test_id("stop").click()
+    stats = page.get_by_test_id("message-assistant").get_by_test_id("message-stats")
+    expect(stats).to_contain_text("tokens/s", timeout=WAIT_MS)
+    final = text.inner_text()
+    assert early
+    assert final.startswith(early.rstrip())
+
+
+def test_a_whole_answer_shows_tokens_per_second_first_token_time_and_its_engine(page: Page, stack: Stack) -> None:
+    page.goto(stack.url + "/playground/")
+    page.get_by_test_id("composer").fill("What is the capital of Japan?")
+    page.keyboard.press("Enter")
+    answer = page.get_by_test_id("message-assistant")
+    expect(answer.get_by_test_id("message-stats")).to_contain_text("cpu-0", timeout=WAIT_MS)
+    expect(answer.get_by_test_id("message-text")).not_to_be_empty()
+
+
+def test_the_footer_offers_the_source(page: Page, stack: Stack) -> None:
+    link = page.get_by_role("contentinfo").get_by_role("link", name="Source")
+    assert link.get_attribute("href") == "/source.tar.gz"
+    answer = page.request.get(stack.url + "/source.tar.gz")
+    assert answer.ok
+    assert answer.body()[:2] == b"\x1f\x8b"
+
+
+def test_the_admin_lists_every_kind_of_row(page: Page, stack: Stack) -> None:
+    expect(page.get_by_test_id("engine-card")).to_have_count(1, timeout=WAIT_MS)
+    for path in (
+        "pools/host",
+        "pools/gpu",
+        "pools/model",
+        "pools/variant",
+        "engines/engine",
+        "hydra_sessions/chatsession",
+        "hydra_sessions/turn",
+        "hydra_sessions/apikey",
+    ):
+        answer = page.request.get(f"{stack.url}/admin/{path}/")
+        assert answer.ok, path

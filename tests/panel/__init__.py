@@ -1,0 +1,1 @@
+"""The panel's pages and WebSockets, on the real database and channel layer."""

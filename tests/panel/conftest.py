@@ -1,0 +1,66 @@
+"""Fixtures of the panel's tests. Django is imported inside them: pytest reads this file before it is set up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from engines.client import close_client_session
+from tests.panel.engine_stand_in import EngineStandIn
+
+if TYPE_CHECKING:
+    from django.contrib.auth.models import AnonymousUser, User
+
+    from tests.panel.page import Page, SmallPool
+
+OpenPage = Callable[..., Coroutine[Any, Any, "Page"]]
+
+
+@pytest.fixture
+def admin(transactional_db: None) -> User:
+    from django.contrib.auth.models import User
+
+    return User.objects.create_superuser("admin", password="a password of the tests")
+
+
+@pytest.fixture
+def small_pool(transactional_db: None) -> SmallPool:
+    from tests.panel.page import write_small_pool
+
+    return write_small_pool()
+
+
+@pytest.fixture
+async def stand_in(small_pool: SmallPool) -> AsyncIterator[EngineStandIn]:
+    """The small pool's engine, answering."""
+    from engines.models import Engine
+    from pools.db import in_db
+    from sessions.turn import wait_for_writes
+
+    engine = EngineStandIn()
+    await engine.start()
+    await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, http_port=engine.port)
+    yield engine
+    await wait_for_writes(20.0)
+    await close_client_session()
+    await engine.stop()
+
+
+@pytest.fixture
+async def open_page(admin: User) -> AsyncIterator[OpenPage]:
+    """Opens a WebSocket as a logged-in page (or as `user`); all are closed at the end."""
+    from tests.panel.page import Page
+
+    pages: list[Page] = []
+
+    async def opened(path: str, user: User | AnonymousUser = admin) -> Page:
+        page = Page(path, user)
+        pages.append(page)
+        await page.open()
+        return page
+
+    yield opened
+    for page in pages:
+        await page.leave()

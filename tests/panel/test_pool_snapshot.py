@@ -1,0 +1,151 @@
+"""What a snapshot of the pool says, and what it refuses to make up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from engines.models import Engine
+from engines.services import EngineView
+from engines.wire import SlotView
+from hydra_site.pool_snapshot import EngineCard, PoolSnapshot, attention_of, cell_of, sample_of, take_snapshot, to_wire
+from pools.db import in_db
+from pools.services import HostView
+from tests.panel.engine_stand_in import IDLE, EngineStandIn
+from tests.panel.page import SmallPool
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+DECODING = SlotView(0, "decode", True, "r1", 100, 100, 20, 40, 1024, 41.26)
+READING = dataclasses.replace(DECODING, state="prefill", prompt_done_tokens=25, decoded_tokens=0, tokens_per_s=0.0)
+HOST = HostView(1, "atlas", "up", "A CPU", 2, 8, 4, 0.1, NOW, ())
+ENGINE = EngineView(
+    id=1,
+    name="tiny-atlas",
+    host_id=1,
+    gpu_id=1,
+    model_name="tiny",
+    variant_filename="tiny.gguf",
+    quantization="Q8_0",
+    wanted="running",
+    state="ready",
+    epoch=1,
+    slots=4,
+    context_tokens=1024,
+    threads=1,
+    base_url="http://127.0.0.1:8081",
+    last_error="",
+    restarts=0,
+    last_seen_at=NOW,
+    ready_at=NOW,
+)
+
+
+def test_it_shows_progress_only_while_a_prompt_is_read() -> None:
+    assert cell_of(READING).progress == 0.25
+    assert cell_of(DECODING).progress is None
+    assert cell_of(IDLE).progress is None
+
+
+def test_it_shows_a_speed_only_while_tokens_are_written() -> None:
+    assert cell_of(DECODING).tokens_per_s == 41.3
+    assert cell_of(READING).tokens_per_s is None
+
+
+def test_an_idle_slots_context_is_what_it_keeps_for_the_next_turn() -> None:
+    assert cell_of(DECODING).context_used_tokens == 120
+    assert cell_of(dataclasses.replace(IDLE, cached_tokens=77)).context_used_tokens == 77
+
+
+def test_a_sample_sums_only_the_engines_that_answered() -> None:
+    answered = EngineCard(ENGINE, (cell_of(DECODING), cell_of(IDLE)), None)
+    silent = EngineCard(ENGINE, (cell_of(DECODING),), NOW)
+    sample = sample_of(NOW, [answered, silent])
+    assert (sample.tokens_per_s, sample.busy_slots, sample.slots) == (41.3, 1, 2)
+
+
+def test_a_sample_without_any_answer_is_unknown_and_not_zero() -> None:
+    sample = sample_of(NOW, [EngineCard(ENGINE, (cell_of(DECODING),), NOW), EngineCard(ENGINE, (), None)])
+    assert (sample.tokens_per_s, sample.busy_slots, sample.slots) == (None, None, None)
+
+
+def test_nothing_needs_attention_when_all_is_well() -> None:
+    starting = dataclasses.replace(ENGINE, state="starting")
+    stopped = dataclasses.replace(ENGINE, state="stopped", wanted="stopped")
+    assert attention_of((HOST,), (ENGINE, starting, stopped)) == ()
+
+
+def test_failures_come_before_warnings_and_carry_the_last_error() -> None:
+    unhealthy = dataclasses.replace(ENGINE, name="a", state="unhealthy")
+    failed = dataclasses.replace(ENGINE, name="b", state="failed", last_error="no memory")
+    found = attention_of((HOST,), (unhealthy, failed))
+    assert [(item.severity, item.subject) for item in found] == [("failure", "Engine b"), ("warning", "Engine a")]
+    assert found[0].message == "no memory"
+    assert all(item.hint for item in found)
+
+
+def test_a_lost_host_speaks_for_its_silent_engines() -> None:
+    lost = dataclasses.replace(HOST, state="lost")
+    found = attention_of((lost,), (dataclasses.replace(ENGINE, state="unhealthy"),))
+    assert [item.subject for item in found] == ["Host atlas"]
+
+
+def test_a_page_never_learns_where_an_engine_listens() -> None:
+    snapshot = PoolSnapshot(1, NOW, (HOST,), (EngineCard(ENGINE, (cell_of(DECODING),), NOW),), (), ())
+    text = json.dumps(to_wire(snapshot))
+    assert "8081" not in text
+    assert json.loads(text)["engines"][0]["cells_stale_since"] == NOW.timestamp()
+
+
+def test_time_alone_does_not_make_a_snapshot_another_one() -> None:
+    first = PoolSnapshot(1, NOW, (HOST,), (), (), ())
+    later = dataclasses.replace(first, version=9, taken_at=datetime.now(UTC))
+    assert later.same_content(first)
+    assert not dataclasses.replace(later, hosts=()).same_content(first)
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_pool_without_rows_is_an_empty_snapshot() -> None:
+    snapshot, sample = await take_snapshot(None)
+    assert (snapshot.version, snapshot.hosts, snapshot.engines, snapshot.sessions, snapshot.attention) == (
+        1,
+        (),
+        (),
+        (),
+        (),
+    )
+    assert sample.slots is None
+
+
+async def test_the_version_grows_only_when_something_changed(small_pool: SmallPool, stand_in: EngineStandIn) -> None:
+    first, _ = await take_snapshot(None)
+    same, _ = await take_snapshot(first)
+    await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, restarts=1)
+    changed, _ = await take_snapshot(same)
+    assert (first.version, same.version, changed.version) == (1, 1, 2)
+    assert same.taken_at > first.taken_at
+
+
+async def test_a_silent_engine_keeps_its_cells_and_tells_their_age(stand_in: EngineStandIn) -> None:
+    stand_in.slots = [DECODING]
+    before, _ = await take_snapshot(None)
+    await stand_in.stop()
+    silent, sample = await take_snapshot(before)
+    still_silent, _ = await take_snapshot(silent)
+    (card,) = silent.engines
+    assert card.cells == before.engines[0].cells
+    assert card.cells_stale_since is not None
+    assert still_silent.engines[0].cells_stale_since == card.cells_stale_since
+    assert sample.tokens_per_s is None
+
+
+async def test_cells_of_an_earlier_process_are_not_shown_for_the_next_one(
+    small_pool: SmallPool, stand_in: EngineStandIn
+) -> None:
+    before, _ = await take_snapshot(None)
+    await stand_in.stop()
+    await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, epoch=7)
+    after, _ = await take_snapshot(before)
+    assert after.engines[0].cells == ()
