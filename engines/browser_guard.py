@@ -36,6 +36,13 @@ def foreign_page(headers: Mapping[str, str]) -> str | None:
     if site not in (None, "", "none", "same-origin"):
         return f"Sec-Fetch-Site is {site}"
     origin = headers.get("Origin")
-    if origin and urlsplit(origin).netloc.lower() != headers.get("Host", "").lower():
+    if origin and _netloc(origin) != headers.get("Host", "").lower():
         return f"Origin is {origin[:200]}"
     return None
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None

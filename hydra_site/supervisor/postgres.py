@@ -123,7 +123,7 @@ def specs(home: Home, password: str, port: int) -> tuple[ChildSpec, ...]:
     options += ["--encoding=UTF8", "--no-locale", "--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
     initdb = ChildSpec(
         name="initdb",
-        argv=_argv("initdb", data_dir, *options),
+        argv=_argv("initdb", data_dir, *options, reads=(password_file,)),
         once=True,
         stop_rank=STOP_RANK,
         env=_environment(),
@@ -224,11 +224,11 @@ def _is_made(data_dir: Path) -> bool:
     return True
 
 
-def _argv(program: str, data_dir: Path, *options: str) -> tuple[str, ...]:
+def _argv(program: str, data_dir: Path, *options: str, reads: tuple[Path, ...] = ()) -> tuple[str, ...]:
     binary = _binary(program)
     argv = (str(binary), *options)
     user = account.for_data_dir(data_dir)
-    return user.wrap(argv, (binary, data_dir)) if user else argv
+    return user.wrap(argv, (binary, data_dir, *reads)) if user else argv
 
 
 def _binary(program: str) -> Path:

@@ -66,7 +66,6 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str | None) -> None
 @pytest.mark.parametrize(
     "fields",
     [
-        {"n": 2},
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
         {"modalities": ["audio"]},

@@ -1,0 +1,95 @@
+"""The head's tasks. Each may be lost, run late or run twice: epochs and conditional UPDATEs make that harmless.
+
+`start_engine`, `stop_engine`, `await_ready` and `probe_host` run on `host.<name>.fast`, the others on `control`.
+"""
+
+import threading
+import time
+from pathlib import Path
+
+from celery import shared_task
+from celery.worker import state as worker_state
+from django.conf import settings
+
+from engines import launch, services, watch
+from engines.errors import LaunchError
+from engines.reconcile import COMMAND_EXPIRES_S
+from pools import services as pools
+from pools.probe import read_gpus, read_host
+
+READY_WAIT_S = 20.0
+READY_POLL_S = 0.1
+PROBE_EXPIRES_S = 5.0
+
+_probing = threading.Lock()
+
+
+@shared_task(ignore_result=True)
+def start_engine(engine_id: int, epoch: int) -> None:
+    """Start the engine's process and return while it loads; `await_ready` waits for it."""
+    task = services.claim_start(engine_id, epoch)
+    if task is None:
+        return
+    try:
+        process, port = launch.launch(task.config, task.directory)
+    except LaunchError as error:
+        services.mark_failed(engine_id, epoch, str(error))
+        return
+    if not services.record_process(engine_id, process.pid, process.start_time, port):
+        # A stop came in between.
+        launch.end_engine(task.directory)
+        return
+    queue = f"host.{settings.HYDRA_HOST_NAME}.fast"
+    await_ready.apply_async(args=[engine_id, process.pid], queue=queue, expires=COMMAND_EXPIRES_S)
+
+
+@shared_task(ignore_result=True)
+def await_ready(engine_id: int, pid: int) -> None:
+    """Look at a starting engine often, so that it serves the moment its model is loaded; gives up to the probe after 20 s."""
+    deadline = time.monotonic() + READY_WAIT_S
+    while time.monotonic() < deadline:
+        task = services.engine_task(engine_id)
+        if worker_state.should_stop is not None:
+            return  # A stopping worker waits for its tasks; the engine does not need this one.
+        if task is None or task.pid != pid or task.state != "starting":
+            return
+        launch.reap()
+        watch.look_at(task)
+        time.sleep(READY_POLL_S)
+
+
+@shared_task(ignore_result=True)
+def stop_engine(engine_id: int, epoch: int) -> None:
+    """End the engine's process and wait until it is gone."""
+    task = services.claim_stop(engine_id, epoch)
+    if task is not None:
+        launch.end_engine(task.directory)
+        services.mark_stopped(engine_id)
+
+
+@shared_task(ignore_result=True)
+def probe_host(host_name: str) -> None:
+    """Read this host and its devices, look at its engines, and write what was seen."""
+    if host_name != settings.HYDRA_HOST_NAME or not _probing.acquire(blocking=False):
+        # A look that is still going on will tell as much as a second one.
+        return
+    try:
+        # Engines first: once the host counts as up again, silence of its engines is taken for a failure.
+        watch.look_at_host(host_name, Path(settings.HYDRA_HOME) / "engines")
+        services.reconcile()
+        pools.record_probe(host_name, read_host(), read_gpus())
+    finally:
+        _probing.release()
+
+
+@shared_task(ignore_result=True)
+def probe_hosts() -> None:
+    """Have every host probed by its own head; a probe that waits longer than the next one is due is dropped."""
+    for name in pools.host_names():
+        probe_host.apply_async(args=[name], queue=f"host.{name}.fast", expires=PROBE_EXPIRES_S)
+
+
+@shared_task(ignore_result=True)
+def reconcile() -> None:
+    """Bring every engine one step closer to what is wanted of it."""
+    services.reconcile()

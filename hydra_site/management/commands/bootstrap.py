@@ -1,0 +1,99 @@
+"""`manage.py bootstrap`: brings the database of a home to where this release and the settings want it.
+
+Runs at every start, before anything else writes. Its last line of output is one JSON object: `admin_created`,
+`admin_password` (only when it was made up here) and `api_keys` (how many open the API).
+"""
+
+import json
+import secrets
+import string
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.contrib.auth import get_user_model
+from django.core.management import call_command
+from django.core.management.base import BaseCommand, CommandError
+
+from engines import services as engines
+from engines import watch
+from hydra_site import env
+from pools import catalogue
+from pools import services as pools
+from pools.errors import ModelUnknown, PoolError
+from pools.probe import read_gpus, read_host
+from pools.services import VariantView
+from sessions import services as sessions
+
+ADMIN_NAME = "admin"
+PASSWORD_CHARS = 20
+# Without these, nothing can be misread when the password is copied by hand.
+PASSWORD_ALPHABET = "".join(c for c in string.ascii_letters + string.digits if c not in "0O1lI")
+
+
+class Command(BaseCommand):
+    help = "Migrate, and write the admin user, this host, the default model and its engine."
+    requires_system_checks: list[str] = []
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        call_command("migrate", interactive=False, verbosity=0)
+        created, password = make_admin()
+        pools.record_probe(settings.HYDRA_HOST_NAME, read_host(), read_gpus())
+        host_id = pools.join_host(settings.HYDRA_HOST_NAME)
+        make_engine(host_id, register_default_model())
+        sessions.sweep_turns()
+        watch.look_at_host(settings.HYDRA_HOST_NAME, Path(settings.HYDRA_HOME) / "engines", after_restart=True)
+        engines.start_wanted(settings.HYDRA_HOST_NAME)
+        outcome = {"admin_created": created, "admin_password": password, "api_keys": sessions.count_valid_keys()}
+        self.stdout.write(json.dumps(outcome))
+
+
+def make_admin() -> tuple[bool, str | None]:
+    """Make the first admin user, if there is none yet. Returns whether it was made, and the password if it was made up."""
+    users = get_user_model().objects
+    if users.filter(is_superuser=True).exists():
+        return False, None
+    given = env.text("HYDRA_ADMIN_PASSWORD")
+    password = given or "".join(secrets.choice(PASSWORD_ALPHABET) for _ in range(PASSWORD_CHARS))
+    users.create_superuser(ADMIN_NAME, password=password)
+    return True, None if given else password
+
+
+def register_default_model() -> VariantView:
+    """Write the default model's row from its file in models/, or find it among those registered by path."""
+    name = env.text("HYDRA_DEFAULT_MODEL")
+    models_dir = Path(settings.HYDRA_HOME) / "models"
+    try:
+        entry = catalogue.lookup(name)
+        model = catalogue.inspect(catalogue.ensure_entry(entry, models_dir), models_dir)
+    except ModelUnknown as error:
+        variant = pools.find_variant(name)
+        if variant is None:
+            raise CommandError(f"HYDRA_DEFAULT_MODEL={name}: {error}") from error
+        pools.set_default_model(name)
+        return variant
+    except PoolError as error:
+        raise CommandError(f"{error.message} ({error.hint})") from error
+    return pools.register_gguf(
+        name,
+        model.header.path,
+        header=model.header,
+        content_digest=model.sha256,
+        display_name=entry.display_name,
+        make_default=True,
+    )
+
+
+def make_engine(host_id: int, variant: VariantView) -> None:
+    """Write this host's CPU engine for the default model, as the settings want it."""
+    wished = env.count("HYDRA_ENGINE_CONTEXT", minimum=16)
+    cpu = pools.cpu_of(settings.HYDRA_HOST_NAME)
+    engines.ensure_engine(
+        engines.default_engine_name(host_id, settings.HYDRA_HOST_NAME),
+        host_id=host_id,
+        gpu_id=None if cpu is None else cpu[1],
+        variant_id=variant.variant_id,
+        slots=env.count("HYDRA_ENGINE_SLOTS", minimum=1),
+        context_tokens=min(wished, variant.context_train_tokens or wished),
+        threads=env.engine_threads(),
+    )

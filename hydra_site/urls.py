@@ -1,0 +1,16 @@
+"""All addresses of the site."""
+
+from django.contrib import admin
+from django.urls import include, path
+
+from hydra_site import health
+
+urlpatterns = [
+    path("v1/health", health.health),
+    path("v1/", include("sessions.api.urls")),
+    path("health", health.health),
+    path("healthz", health.healthz),
+    path("readyz", health.readyz),
+    path("admin/", admin.site.urls),
+    path("", include("hydra_site.panel_urls")),
+]

@@ -1,0 +1,17 @@
+"""The one way from asynchronous code to the services, which are plain functions."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from channels.db import database_sync_to_async
+
+Result = TypeVar("Result")
+
+
+async def in_db(call: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Run the plain function `call` in a thread of its own with a database connection, and return its result.
+
+    Not on the thread that Channels shares between all sockets of a process: there one slow query would stall every other.
+    """
+    result: Result = await database_sync_to_async(call, thread_sensitive=False)(*args, **kwargs)
+    return result

@@ -1,0 +1,102 @@
+"""Keys, conversations and turns in the admin. A key is shown once, when it is made; after that only its first characters."""
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from unfold.admin import ModelAdmin
+
+from sessions import services
+from sessions.models import ApiKey, ChatSession, Turn
+
+
+class NewKeyForm(forms.ModelForm):
+    class Meta:
+        model = ApiKey
+        fields = ["name", "expires_at"]
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(ModelAdmin):
+    list_display = ["name", "prefix", "is_open", "created_by", "created_at", "last_used_at", "expires_at", "revoked_at"]
+    list_filter = ["revoked_at", "expires_at"]
+    search_fields = ["name", "prefix"]
+    readonly_fields = ["prefix", "created_by", "created_at", "last_used_at", "revoked_at"]
+    fields = ["name", "expires_at", *readonly_fields]
+    actions = ["revoke"]
+
+    def get_form(self, request: HttpRequest, obj: ApiKey | None = None, change: bool = False, **kwargs: Any) -> Any:
+        if obj is None:
+            kwargs["form"] = NewKeyForm
+        return super().get_form(request, obj, change=change, **kwargs)
+
+    def get_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> Any:
+        return ["name", "expires_at"] if obj is None else super().get_fields(request, obj)
+
+    @admin.display(boolean=True, description="opens the API")
+    def is_open(self, key: ApiKey) -> bool:
+        return key.is_valid
+
+    @admin.action(description="Revoke for good")
+    def revoke(self, request: HttpRequest, chosen: QuerySet[ApiKey]) -> None:
+        count = services.revoke_keys([key.pk for key in chosen])
+        self.message_user(request, f"{count} revoked; it takes effect within seconds.", messages.SUCCESS)
+
+    def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
+        if change:
+            services.change_key(obj.pk, obj.name, obj.expires_at)
+            return
+        view, key = services.create_key(obj.name, created_by_id=request.user.pk, expires_at=obj.expires_at)
+        obj.pk = view.id
+        self.message_user(request, f"The new API key, shown only this once: {key}", messages.WARNING)
+
+
+class RecordAdmin(ModelAdmin):
+    """Rows that requests write: to be looked at, and deleted when they are of no use any more."""
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+@admin.register(ChatSession)
+class ChatSessionAdmin(RecordAdmin):
+    list_display = [
+        "__str__",
+        "source",
+        "model_name",
+        "engine",
+        "turn_count",
+        "prompt_tokens",
+        "completion_tokens",
+        "last_active_at",
+    ]
+    list_filter = ["source", "model_name", "engine"]
+    search_fields = ["title"]
+    list_select_related = ["engine"]
+    date_hierarchy = "last_active_at"
+
+
+@admin.register(Turn)
+class TurnAdmin(RecordAdmin):
+    list_display = [
+        "request_id",
+        "chat",
+        "state",
+        "finish_reason",
+        "engine",
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+        "first_token_s",
+        "tokens_per_s",
+        "started_at",
+    ]
+    list_filter = ["state", "model_name", "engine"]
+    search_fields = ["request_id", "error_code"]
+    list_select_related = ["chat", "engine"]
+    date_hierarchy = "started_at"

@@ -1,0 +1,96 @@
+"""What can go wrong with a conversation before an engine sees it.
+
+SessionError
+├── AuthenticationRequired   401  no key, where one is needed
+├── KeyInvalid               401  a key was presented that is unknown, revoked or expired
+├── ForeignOrigin            403  a web page of another site tried to use the open loopback API
+├── EngineRefused            as the engine answered: its status and its body are passed on
+├── PathUnknown              404  /v1 has no such path
+└── MethodNotAllowed         405  the path exists, the method does not
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class SessionError(Exception):
+    """A failure with everything an HTTP answer needs; the same fields as `engines.errors.EngineError`."""
+
+    code = "session_error"
+    http_status = 500
+    error_type = "server_error"
+    retryable = False
+    hint: str | None = None
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if hint is not None:
+            self.hint = hint
+
+
+class AuthenticationRequired(SessionError):
+    code = "authentication_required"
+    http_status = 401
+    error_type = "authentication_error"
+    hint = "Send an API key as `Authorization: Bearer …`; keys are made in the admin or with `manage.py apikey create`."
+
+
+class KeyInvalid(SessionError):
+    code = "invalid_api_key"
+    http_status = 401
+    error_type = "authentication_error"
+    hint = "The key is unknown, revoked or expired; make a new one."
+
+
+class ForeignOrigin(SessionError):
+    code = "foreign_origin"
+    http_status = 403
+    error_type = "permission_error"
+    hint = "Without a key the API answers only programs of this machine, not web pages of other sites. Send an API key."
+
+
+class EngineRefused(SessionError):
+    """An engine answered with an error. `body_bytes` is that answer, to be passed on as it is."""
+
+    code = "engine_refused"
+    http_status = 502
+
+    def __init__(self, message: str, *, body_bytes: bytes = b"") -> None:
+        super().__init__(message)
+        self.body_bytes = body_bytes
+
+    @classmethod
+    def of(cls, status: int, body: bytes, retry_after: str | None) -> EngineRefused:
+        """The refusal in an engine's answer; one that is no error object is told as a plain failure."""
+        try:
+            values: Any = json.loads(body)
+            error = dict(values["error"])
+            refusal = cls(str(error["message"]), body_bytes=body)
+        except (ValueError, KeyError, TypeError):
+            return cls(f"The engine answered with status {status} and no error object.")
+        refusal.http_status = status
+        refusal.code = str(error.get("code") or cls.code)
+        refusal.error_type = str(error.get("type") or cls.error_type)
+        refusal.hint = error.get("hint")
+        refusal.param = error.get("param")
+        refusal.retryable = status in (429, 503)
+        refusal.retry_after_s = int(retry_after) if retry_after and retry_after.isdecimal() else None
+        return refusal
+
+
+class PathUnknown(SessionError):
+    code = "path_unknown"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "POST /v1/chat/completions and GET /v1/models are served."
+
+
+class MethodNotAllowed(SessionError):
+    code = "method_not_allowed"
+    http_status = 405
+    error_type = "invalid_request_error"

@@ -1,0 +1,94 @@
+"""Which conversation a request belongs to: a pure function of its headers, its body and who sent it.
+
+There is no standard for this, so every known client's way is understood, in one order: explicit headers first, then the
+body's `prompt_cache_key` and `user`, then a hash of how the conversation begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engines.api_schema import ChatRequest
+
+SESSION_HEADERS = (
+    "x-hydra-session-id",
+    "x-session-id",
+    "x-conversation-id",
+    "x-openwebui-chat-id",
+    "x-litellm-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "x-dynamo-session-id",
+    "x-smg-routing-key",
+)
+# Agents of one client session hold conversations of their own.
+_AGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
+MAX_KEY_CHARS = 256
+TITLE_CHARS = 80
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who sent a request: an API key, a panel user, or (both None) a program of this machine."""
+
+    api_key_id: int | None = None
+    user_id: int | None = None
+
+    @property
+    def scope(self) -> str:
+        if self.api_key_id is not None:
+            return f"key:{self.api_key_id}"
+        return "open" if self.user_id is None else f"user:{self.user_id}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The conversation a request belongs to. `key_hash` names it within its owner and cannot be made up by another."""
+
+    owner: Owner
+    key_hash: str
+
+    @classmethod
+    def of(cls, owner: Owner, headers: Mapping[str, str], request: ChatRequest) -> Identity:
+        """The identity of a request; `headers` has names in lower case."""
+        return cls(owner, _hash(owner.scope, *_session_key(headers, request)))
+
+    @classmethod
+    def for_user(cls, user_id: int, session_key: str) -> Identity:
+        """The identity of a playground conversation that the page named `session_key`."""
+        owner = Owner(user_id=user_id)
+        return cls(owner, _hash(owner.scope, "playground", session_key))
+
+
+def _session_key(headers: Mapping[str, str], request: ChatRequest) -> tuple[str, ...]:
+    for name in SESSION_HEADERS:
+        if value := headers.get(name, "").strip():
+            agent = headers.get(_AGENT_HEADERS.get(name, ""), "").strip()
+            return "named", value[:MAX_KEY_CHARS], agent[:MAX_KEY_CHARS]
+    if request.prompt_cache_key and request.prompt_cache_key.strip():
+        return "cache key", request.prompt_cache_key.strip()[:MAX_KEY_CHARS]
+    # One user holds many conversations, so the opener still tells them apart.
+    user = (request.user or "").strip()
+    return "opener", user[:MAX_KEY_CHARS], *_opener(request)
+
+
+def _opener(request: ChatRequest) -> tuple[str, ...]:
+    """What stays the same over all turns of a conversation: model, system prompt, first user message."""
+    system = next((message.text() for message in request.messages if message.role in ("system", "developer")), "")
+    first = next((message.text() for message in request.messages if message.role == "user"), "")
+    return request.model or "", system, first
+
+
+def title_of(request: ChatRequest) -> str:
+    """A title for lists: how the first user message begins, on one line."""
+    first = next((message.text() for message in request.messages if message.role == "user"), "")
+    line = " ".join(first[: 4 * TITLE_CHARS].replace("\0", "").split())
+    return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+
+
+def _hash(*parts: str) -> str:
+    # JSON keeps the parts apart: no two different lists of them give the same bytes.
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

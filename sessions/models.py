@@ -1,0 +1,91 @@
+"""Rows of conversations, their turns and API keys. Only `sessions.services` writes them. No message is ever stored."""
+
+from django.conf import settings
+from django.db import models
+from django.utils import timezone
+
+from sessions.choices import ChatSource, TurnState
+
+
+class ApiKey(models.Model):
+    """What lets a program in. The key itself is shown once; the row keeps its SHA-256 and the first characters.
+
+    A plain hash is right here: a key is 256 random bits, which nobody can guess from it.
+    """
+
+    name = models.CharField(max_length=100)
+    prefix = models.CharField(max_length=16, db_index=True)
+    key_hash = models.CharField(max_length=64, unique=True)
+    created_by = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, blank=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    expires_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+        verbose_name = "API key"
+        verbose_name_plural = "API keys"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.prefix}…)"
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the key opens the API now: neither revoked nor expired."""
+        return self.revoked_at is None and (self.expires_at is None or self.expires_at > timezone.now())
+
+
+class ChatSession(models.Model):
+    """A conversation, recognised by `key_hash`, which already holds its owner: nobody can name another's."""
+
+    key_hash = models.CharField(max_length=64, unique=True)
+    api_key = models.ForeignKey(ApiKey, on_delete=models.SET_NULL, null=True, blank=True, related_name="chats")
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, blank=True)
+    title = models.CharField(max_length=120, blank=True)
+    source = models.CharField(max_length=12, choices=ChatSource.choices, default=ChatSource.API)
+    model_name = models.CharField(max_length=128)
+    engine = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, blank=True, related_name="chats")
+    turn_count = models.PositiveIntegerField(default=0)
+    prompt_tokens = models.BigIntegerField(default=0)
+    completion_tokens = models.BigIntegerField(default=0)
+    created_at = models.DateTimeField(auto_now_add=True)
+    last_active_at = models.DateTimeField(default=timezone.now, db_index=True)
+
+    class Meta:
+        ordering = ["-last_active_at"]
+        verbose_name = "session"
+
+    def __str__(self) -> str:
+        return self.title or f"session {self.pk}"
+
+
+class Turn(models.Model):
+    """One request of a conversation. Times in seconds since it arrived; tokens as the engine counted them."""
+
+    chat = models.ForeignKey(ChatSession, on_delete=models.CASCADE, related_name="turns")
+    request_id = models.UUIDField(unique=True)
+    model_name = models.CharField(max_length=128)
+    engine = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, blank=True, related_name="turns")
+    state = models.CharField(max_length=10, choices=TurnState.choices, default=TurnState.RUNNING)
+    finish_reason = models.CharField(max_length=32, blank=True)
+    prompt_tokens = models.PositiveIntegerField(default=0)
+    cached_tokens = models.PositiveIntegerField(default=0)
+    completion_tokens = models.PositiveIntegerField(default=0)
+    queue_s = models.FloatField(null=True, blank=True)
+    first_token_s = models.FloatField(null=True, blank=True)
+    duration_s = models.FloatField(null=True, blank=True)
+    tokens_per_s = models.FloatField(null=True, blank=True)
+    error_code = models.CharField(max_length=64, blank=True)
+    started_at = models.DateTimeField(default=timezone.now)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-started_at"]
+        indexes = [
+            models.Index(fields=["chat", "-started_at"], name="turn_by_chat"),
+            models.Index(fields=["state"], condition=models.Q(state="running"), name="turn_running"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.request_id)

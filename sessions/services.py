@@ -1,0 +1,239 @@
+"""The only writer of conversations, turns and API keys; and what pages ask about them, as frozen views."""
+
+import hashlib
+import secrets
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db import transaction
+from django.db.models import F, OuterRef, Q, Subquery
+from django.utils import timezone
+
+from pools.events import publish_on_commit
+from sessions.choices import TurnState
+from sessions.identity import Identity
+from sessions.models import ApiKey, ChatSession, Turn
+
+KEY_MARK = "sk-hydra-"
+KEY_BYTES = 32
+PREFIX_CHARS = len(KEY_MARK) + 6
+TOUCH_INTERVAL_S = 60.0
+# Longer than an engine lets any request run.
+TURN_LOST_AFTER_S = 3600.0
+
+
+@dataclass(frozen=True)
+class TurnStart:
+    """A request as it arrived."""
+
+    request_id: uuid.UUID
+    identity: Identity
+    source: str
+    title: str
+    model_name: str
+    engine_id: int
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """How a request ended. Token counts are the engine's own, 0 where it did not get to tell them."""
+
+    state: str
+    engine_id: int
+    duration_s: float
+    finish_reason: str = ""
+    error_code: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ChatView:
+    """A conversation as pages list it. `state` is "running" while a turn of it runs, else its last turn's; "" without turns."""
+
+    id: int
+    title: str
+    source: str
+    model_name: str
+    engine_name: str
+    turn_count: int
+    prompt_tokens: int
+    completion_tokens: int
+    state: str
+    created_at: datetime
+    last_active_at: datetime
+
+
+@dataclass(frozen=True)
+class KeyView:
+    """An API key without its secret."""
+
+    id: int
+    name: str
+    prefix: str
+    created_at: datetime
+    last_used_at: datetime | None
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    is_valid: bool
+
+
+# --- turns -----------------------------------------------------------------------------------------
+
+
+def begin_turn(start: TurnStart) -> int:
+    """Write that a request runs, in the conversation it belongs to (made on its first turn); returns the turn's primary key."""
+    now = timezone.now()
+    latest = {"engine_id": start.engine_id, "model_name": start.model_name, "last_active_at": now}
+    with transaction.atomic():
+        chat, _ = ChatSession.objects.get_or_create(
+            key_hash=start.identity.key_hash,
+            defaults={
+                **latest,
+                "api_key_id": start.identity.owner.api_key_id,
+                "user_id": start.identity.owner.user_id,
+                "title": start.title,
+                "source": start.source,
+            },
+        )
+        ChatSession.objects.filter(pk=chat.pk).update(turn_count=F("turn_count") + 1, **latest)
+        turn = Turn.objects.create(
+            chat=chat,
+            request_id=start.request_id,
+            model_name=start.model_name,
+            engine_id=start.engine_id,
+            started_at=now,
+        )
+        publish_on_commit("chat", chat.pk)
+    return turn.pk
+
+
+def end_turn(turn_id: int, end: TurnEnd) -> bool:
+    """Write how a request ended and add its tokens to its conversation; False when it had already ended."""
+    now = timezone.now()
+    values = {name: value for name, value in vars(end).items() if name != "state"}
+    with transaction.atomic():
+        running = Turn.objects.filter(pk=turn_id, state=TurnState.RUNNING)
+        if not running.update(state=end.state, ended_at=now, **values):
+            return False
+        chat_id = Turn.objects.values_list("chat_id", flat=True).get(pk=turn_id)
+        ChatSession.objects.filter(pk=chat_id).update(
+            engine_id=end.engine_id,
+            prompt_tokens=F("prompt_tokens") + end.prompt_tokens,
+            completion_tokens=F("completion_tokens") + end.completion_tokens,
+            last_active_at=now,
+        )
+        publish_on_commit("chat", chat_id)
+    return True
+
+
+def sweep_turns(older_than_s: float = TURN_LOST_AFTER_S) -> int:
+    """Close turns whose site died before it could write their end; returns how many."""
+    limit = timezone.now() - timedelta(seconds=older_than_s)
+    return Turn.objects.filter(state=TurnState.RUNNING, started_at__lt=limit).update(
+        state=TurnState.FAILED, error_code="site_lost", ended_at=timezone.now()
+    )
+
+
+def recent_sessions(limit: int = 20) -> tuple[ChatView, ...]:
+    """The conversations that were active last, newest first."""
+    turns = Turn.objects.filter(chat=OuterRef("pk"))
+    chats = (
+        ChatSession.objects.select_related("engine")
+        .annotate(
+            running=Subquery(turns.filter(state=TurnState.RUNNING).order_by().values("state")[:1]),
+            last_state=Subquery(turns.order_by("-started_at").values("state")[:1]),
+        )
+        .order_by("-last_active_at")[:limit]
+    )
+    return tuple(
+        ChatView(
+            id=chat.pk,
+            title=chat.title,
+            source=chat.source,
+            model_name=chat.model_name,
+            engine_name=chat.engine.name if chat.engine else "",
+            turn_count=chat.turn_count,
+            prompt_tokens=chat.prompt_tokens,
+            completion_tokens=chat.completion_tokens,
+            state=chat.running or chat.last_state or "",
+            created_at=chat.created_at,
+            last_active_at=chat.last_active_at,
+        )
+        for chat in chats
+    )
+
+
+# --- keys ------------------------------------------------------------------------------------------
+
+
+def hash_key(key: str) -> str:
+    """What is stored of a key."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def create_key(
+    name: str, *, created_by_id: int | None = None, expires_at: datetime | None = None
+) -> tuple[KeyView, str]:
+    """Make an API key; returns its view and the key itself, which cannot be had again."""
+    key = KEY_MARK + secrets.token_urlsafe(KEY_BYTES)
+    row = ApiKey.objects.create(
+        name=name,
+        prefix=key[:PREFIX_CHARS],
+        key_hash=hash_key(key),
+        created_by_id=created_by_id,
+        expires_at=expires_at,
+    )
+    return _key_view(row), key
+
+
+def change_key(key_id: int, name: str, expires_at: datetime | None) -> bool:
+    """Change a key's name and when it expires (None: never); False when the row is gone."""
+    return bool(ApiKey.objects.filter(pk=key_id).update(name=name, expires_at=expires_at))
+
+
+def revoke_keys(key_ids: list[int]) -> int:
+    """Close these keys for good; returns how many were open until now."""
+    return ApiKey.objects.filter(pk__in=key_ids, revoked_at__isnull=True).update(revoked_at=timezone.now())
+
+
+def find_key(key: str) -> KeyView | None:
+    """The key that was presented, valid or not; None when there is none such."""
+    row = ApiKey.objects.filter(key_hash=hash_key(key)).first()
+    return None if row is None else _key_view(row)
+
+
+def keys_by_prefix(prefix: str = "") -> list[KeyView]:
+    """All keys whose first characters are `prefix`, newest first."""
+    return [_key_view(row) for row in ApiKey.objects.filter(prefix__startswith=prefix)]
+
+
+def touch_key(key_id: int) -> bool:
+    """Note that a key was used; written at most once a minute, whatever the traffic."""
+    now = timezone.now()
+    stale = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=TOUCH_INTERVAL_S))
+    return bool(ApiKey.objects.filter(stale, pk=key_id).update(last_used_at=now))
+
+
+def count_valid_keys() -> int:
+    """How many keys open the API now."""
+    alive = Q(expires_at__isnull=True) | Q(expires_at__gt=timezone.now())
+    return ApiKey.objects.filter(alive, revoked_at__isnull=True).count()
+
+
+def _key_view(row: ApiKey) -> KeyView:
+    return KeyView(
+        id=row.pk,
+        name=row.name,
+        prefix=row.prefix,
+        created_at=row.created_at,
+        last_used_at=row.last_used_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        is_valid=row.is_valid,
+    )

@@ -1,0 +1,132 @@
+"""`manage.py bootstrap`, `apikey` and `pull`, run as a person or the supervisor runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.db import connection
+
+from engines.models import Engine
+from hydra_site.supervisor.home import Services
+from pools.models import Gpu, Host, Model
+from sessions import services
+from tests.conftest import PulledModel
+from tests.synthetic_gguf import SyntheticModel
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def manage(db: None, servers: Services, tmp_path: Path) -> Run:
+    """Runs `manage.py` with the test database and a home of its own."""
+    url, _, _ = servers.database_url.rpartition("/")
+    environ = {
+        **os.environ,
+        "HYDRA_HOME": str(tmp_path / "home"),
+        "HYDRA_HOST_NAME": "here",
+        "DATABASE_URL": f"{url}/{connection.settings_dict['NAME']}",
+        "BROKER_URL": str(servers.broker_url),
+    }
+
+    def run(*argv: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "manage.py", *argv]
+        return subprocess.run(
+            command, cwd=ROOT, env={**environ, **more}, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    return run
+
+
+def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    values: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return values
+
+
+def test_bootstrap_writes_admin_host_model_and_engine_and_can_be_repeated(
+    manage: Run, pulled_smollm2: PulledModel, tmp_path: Path
+) -> None:
+    shutil.copytree(pulled_smollm2.models_dir, tmp_path / "home" / "models", copy_function=os.link)
+    first = outcome(manage("bootstrap", HYDRA_ENGINE_CONTEXT="100000", HYDRA_ENGINE_SLOTS="3"))
+    assert (first["admin_created"], first["api_keys"]) == (True, 0)
+    admin = get_user_model().objects.get()
+    assert admin.check_password(first["admin_password"])
+    engine = Engine.objects.get()
+    assert (engine.name, engine.wanted, engine.slots, engine.epoch) == ("cpu-0", "running", 3, 1)
+    assert engine.context_tokens == 8192, "clipped to what the model was trained for"
+    assert (engine.host.name, engine.gpu, Host.objects.count()) == ("here", Gpu.objects.get(kind="cpu"), 1)
+    assert (Model.objects.get().name, Model.objects.get().is_default) == ("smollm2-135m", True)
+
+    second = outcome(manage("bootstrap", HYDRA_ENGINE_CONTEXT="512", HYDRA_ADMIN_PASSWORD="other"))
+    assert second == {"admin_created": False, "admin_password": None, "api_keys": 0}
+    assert Engine.objects.get().context_tokens == 512
+    admin.refresh_from_db()
+    assert not admin.check_password("other")
+
+
+def test_bootstrap_takes_the_given_password_and_a_model_that_was_pulled_by_path(
+    manage: Run, tiny_model: Callable[..., SyntheticModel]
+) -> None:
+    unknown = manage("bootstrap", HYDRA_DEFAULT_MODEL="mine")
+    assert unknown.returncode == 1
+    assert "HYDRA_DEFAULT_MODEL=mine" in unknown.stderr
+    get_user_model().objects.all().delete()
+    assert manage("pull", str(tiny_model("llama").path), "--name", "mine").returncode == 0
+    done = outcome(manage("bootstrap", HYDRA_DEFAULT_MODEL="mine", HYDRA_ADMIN_PASSWORD="a password"))
+    assert (done["admin_created"], done["admin_password"]) == (True, None)
+    assert get_user_model().objects.get().check_password("a password")
+    assert Engine.objects.get().variant.model.name == "mine"
+
+
+def test_pull_shows_the_header_and_registers_a_local_file(
+    manage: Run, tiny_model: Callable[..., SyntheticModel]
+) -> None:
+    done = manage("pull", str(tiny_model("llama").path), "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    assert "llama" in done.stdout
+    assert "mine is registered." in done.stdout
+    assert Model.objects.get().name == "mine"
+
+
+@pytest.mark.parametrize("argument", ["no-such-model", "/no/such/file.gguf", "manage.py/"])
+def test_pull_says_in_one_line_what_is_wrong(manage: Run, argument: str) -> None:
+    done = manage("pull", argument)
+    assert done.returncode == 1
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not Model.objects.exists()
+
+
+def test_a_key_is_made_listed_and_revoked(manage: Run) -> None:
+    key = manage("apikey", "create", "laptop", "--expires-days", "1").stdout.strip()
+    found = services.find_key(key)
+    assert found is not None
+    assert found.is_valid
+    assert found.expires_at is not None
+    listed = manage("apikey", "list").stdout
+    assert "laptop" in listed
+    assert key not in listed
+    assert manage("apikey", "revoke", found.prefix).returncode == 0
+    again = services.find_key(key)
+    assert again is not None
+    assert not again.is_valid
+    assert manage("apikey", "revoke", found.prefix).returncode == 1
+
+
+def test_without_a_database_commands_that_need_none_work_and_others_say_what_to_do(manage: Run) -> None:
+    lonely = {"DATABASE_URL": "", "BROKER_URL": ""}
+    assert manage("check", **lonely).returncode == 0
+    refused = manage("showmigrations", **lonely)
+    assert refused.returncode == 1
+    assert "no database is known: start Hydra with `make run`" in refused.stderr

@@ -1,0 +1,76 @@
+"""Which conversation a request belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.api_schema import ChatRequest
+from sessions.identity import SESSION_HEADERS, TITLE_CHARS, Identity, Owner, title_of
+
+ANN, BOB = Owner(api_key_id=1), Owner(api_key_id=2)
+
+
+def chat(*contents: str, **fields: Any) -> ChatRequest:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    return ChatRequest.model_validate({"messages": messages, **fields})
+
+
+def test_every_turn_of_a_conversation_without_a_key_has_the_same_identity() -> None:
+    first, second = chat("Hello"), chat("Hello", "Hi!", "How are you?")
+    assert Identity.of(ANN, {}, first) == Identity.of(ANN, {}, second)
+    assert Identity.of(ANN, {}, first) != Identity.of(ANN, {}, chat("Goodbye"))
+
+
+def test_another_system_prompt_or_model_is_another_conversation() -> None:
+    plain = chat("Hello")
+    with_system = ChatRequest.model_validate(
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
+    )
+    assert (
+        len({Identity.of(ANN, {}, body).key_hash for body in (plain, with_system, chat("Hello", model="other"))}) == 3
+    )
+
+
+@pytest.mark.parametrize("header", SESSION_HEADERS)
+def test_a_session_header_names_the_conversation_whatever_is_said(header: str) -> None:
+    named = Identity.of(ANN, {header: "abc"}, chat("Hello"))
+    assert named == Identity.of(ANN, {header: "abc"}, chat("Something else"))
+    assert named != Identity.of(ANN, {header: "abd"}, chat("Hello"))
+
+
+def test_headers_win_in_their_order_and_over_the_body() -> None:
+    body = chat("Hello", prompt_cache_key="cached")
+    by_explicit = Identity.of(ANN, {"x-hydra-session-id": "a"}, body)
+    assert Identity.of(ANN, {"x-hydra-session-id": "a", "x-session-id": "b"}, body) == by_explicit
+    assert Identity.of(ANN, {"x-session-id": " "}, body) == Identity.of(ANN, {}, body)
+
+
+def test_agents_of_one_coding_session_hold_conversations_of_their_own() -> None:
+    session = {"x-claude-code-session-id": "s"}
+    main = Identity.of(ANN, session, chat("Hello"))
+    assert Identity.of(ANN, {**session, "x-claude-code-agent-id": "1"}, chat("Hello")) != main
+
+
+def test_a_cache_key_names_a_conversation_and_a_user_only_the_one_who_holds_it() -> None:
+    assert Identity.of(ANN, {}, chat("A", prompt_cache_key="k")) == Identity.of(
+        ANN, {}, chat("B", prompt_cache_key="k")
+    )
+    assert Identity.of(ANN, {}, chat("A", user="u")) != Identity.of(ANN, {}, chat("B", user="u"))
+    assert Identity.of(ANN, {}, chat("A", user="u")) != Identity.of(ANN, {}, chat("A", user="v"))
+
+
+def test_nobody_can_name_the_conversation_of_another() -> None:
+    header = {"x-session-id": "abc"}
+    owners = [ANN, BOB, Owner(user_id=1), Owner()]
+    assert len({Identity.of(owner, header, chat("Hello")).key_hash for owner in owners}) == 4
+    assert Identity.for_user(1, "abc") != Identity.of(Owner(user_id=1), header, chat("Hello"))
+
+
+def test_a_title_is_one_short_line_of_the_first_user_message() -> None:
+    assert title_of(chat("  Name\n a   colour.\0 ")) == "Name a colour."
+    long = title_of(chat("word " * 1000))
+    assert len(long) <= TITLE_CHARS
+    assert long.endswith("…")

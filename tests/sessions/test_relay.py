@@ -1,0 +1,218 @@
+"""A request's way through the site, with engines that behave and engines that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from engines.api_schema import ChatRequest
+from engines.client import close_client_session
+from engines.errors import EngineUnreachable, ModelNotFound
+from engines.models import Engine
+from pools.db import in_db
+from sessions.errors import EngineRefused
+from sessions.identity import Identity, Owner
+from sessions.models import ChatSession, Turn
+from sessions.relay import open_chat
+from sessions.turn import wait_for_writes
+from tests.rows import add_engine, add_model, set_ready
+from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, refusing, streaming
+from tests.synthetic_gguf import SyntheticModel
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ME = Identity(Owner(), "c" * 64)
+OPENING = frame({"role": "assistant", "content": ""})
+RED = frame({"content": "Red"})
+
+
+def request(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Name a colour."}], **fields})
+
+
+@pytest.fixture
+async def pool(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """`await pool(port, …)`: a pool whose ready engines listen on these ports."""
+
+    def write(*ports: int) -> None:
+        variant = add_model(tiny_model("llama").path, tmp_path)
+        for number, port in enumerate(ports):
+            set_ready(add_engine(variant, name=f"cpu-{number}"), port)
+
+    async def make(*ports: int) -> None:
+        await in_db(write, *ports)
+
+    yield make
+    await close_client_session()
+
+
+async def the_turn() -> Turn:
+    await wait_for_writes(10)
+    return await in_db(Turn.objects.select_related("engine", "chat").get)
+
+
+async def nobody() -> int:
+    """A port where nothing listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+async def test_a_stream_passes_as_it_is_and_its_turn_is_written(pool: Any) -> None:
+    async with loopback_engine(streaming(OPENING, RED, ENDING)) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME)
+        received = b"".join([frames async for frames in stream.raw()])
+        await stream.aclose()
+    assert received == OPENING + RED + ENDING
+    turn = await the_turn()
+    assert (turn.state, turn.finish_reason, turn.engine.name) == ("done", "stop", "cpu-0")
+    assert (turn.prompt_tokens, turn.cached_tokens, turn.completion_tokens) == (10, 4, 2)
+    assert (turn.queue_s, turn.tokens_per_s) == (0.003, 50.0)
+    assert turn.first_token_s is not None
+    assert turn.request_id == stream.request_id
+    assert (turn.chat.title, turn.chat.completion_tokens) == ("Name a colour.", 2)
+
+
+async def test_frames_are_whole_however_the_engines_bytes_arrive(pool: Any) -> None:
+    whole = OPENING + RED + ENDING
+    async with loopback_engine(streaming(*[whole[i : i + 7] for i in range(0, len(whole), 7)])) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME)
+        parts = [frames async for frames in stream.raw()]
+        await stream.aclose()
+    assert all(part.endswith(b"\n\n") for part in parts)
+    assert b"".join(parts) == whole
+
+
+async def test_chunks_can_be_read_as_values(pool: Any) -> None:
+    async with loopback_engine(streaming(b": ping\n\n" + OPENING + RED, ENDING)) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME, "playground")
+        chunks = [chunk async for chunk in stream]
+        await stream.aclose()
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "Red", None]
+    assert (await the_turn()).chat.source == "playground"
+
+
+async def test_a_client_that_leaves_frees_the_engine_and_the_turn_is_cancelled(pool: Any) -> None:
+    gone = asyncio.Event()
+
+    async def go_on(response: web.StreamResponse) -> None:
+        try:
+            while True:
+                await response.write(RED)
+                await asyncio.sleep(0.01)
+        finally:
+            gone.set()
+
+    async with loopback_engine(streaming(OPENING, then=go_on)) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME)
+        await anext(stream.raw())
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            await gone.wait()
+    assert (await the_turn()).state == "cancelled"
+
+
+async def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error_frame(pool: Any) -> None:
+    async def die(response: web.StreamResponse) -> None:
+        await response.write(b'data: {"choi')
+        assert response._req is not None
+        assert response._req.transport is not None
+        response._req.transport.abort()
+
+    async with loopback_engine(streaming(OPENING, RED, then=die)) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME)
+        frames = b"".join([frames async for frames in stream.raw()]).split(b"\n\n")
+        await stream.aclose()
+    assert frames[-1] == b""
+    assert json.loads(frames[-2][6:])["error"]["code"] == "engine_unreachable"
+    assert not any(part.startswith(b'data: {"choi') and part.endswith(b'{"choi') for part in frames)
+    turn = await the_turn()
+    assert (turn.state, turn.error_code) == ("failed", "engine_unreachable")
+
+
+async def test_an_engine_that_gives_an_answer_up_says_so_itself(pool: Any) -> None:
+    error = b'data: {"error":{"message":"Broken.","code":"decode_failed"}}\n\n'
+    async with loopback_engine(streaming(OPENING, error)) as port:
+        await pool(port)
+        stream = await open_chat(request(stream=True), ME)
+        assert [frames async for frames in stream.raw()][-1].endswith(error)
+        await stream.aclose()
+    assert (await the_turn()).state == "failed"
+
+
+async def test_an_engine_that_does_not_answer_is_replaced_and_gets_no_more_requests(pool: Any) -> None:
+    async with loopback_engine(streaming(OPENING, ENDING)) as port:
+        await pool(await nobody(), port)
+        stream = await open_chat(request(stream=True), ME)
+        assert stream.engine.name == "cpu-1"
+        await stream.aclose()
+    states = await in_db(lambda: dict(Engine.objects.values_list("name", "state")))
+    assert states == {"cpu-0": "unhealthy", "cpu-1": "ready"}
+    assert (await the_turn()).engine.name == "cpu-1"
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, "queue_full"), (503, "engine_loading")])
+async def test_a_full_engine_passes_the_request_to_another(pool: Any, status: int, code: str) -> None:
+    async with loopback_engine(refusing(status, code)) as full, loopback_engine(streaming(OPENING, ENDING)) as free:
+        await pool(full, free)
+        stream = await open_chat(request(stream=True), ME)
+        assert stream.engine.name == "cpu-1"
+        await stream.aclose()
+
+
+async def test_the_only_engine_being_gone_is_a_retryable_503(pool: Any) -> None:
+    await pool(await nobody())
+    with pytest.raises(EngineUnreachable) as raised:
+        await open_chat(request(), ME)
+    assert (raised.value.http_status, raised.value.retryable) == (503, True)
+    assert "127.0.0.1" not in raised.value.message
+    assert ((await the_turn()).state, (await the_turn()).error_code) == ("failed", "engine_unreachable")
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "context_length_exceeded"), (429, "queue_full")])
+async def test_an_engines_refusal_is_passed_on_as_it_is(pool: Any, status: int, code: str) -> None:
+    async with loopback_engine(refusing(status, code)) as port:
+        await pool(port)
+        with pytest.raises(EngineRefused) as raised:
+            await open_chat(request(), ME)
+    assert (raised.value.http_status, raised.value.code, raised.value.retry_after_s) == (status, code, 7)
+    assert json.loads(raised.value.body_bytes)["error"]["message"] == "No."
+    assert (await the_turn()).error_code == code
+
+
+@pytest.mark.parametrize("model", ["unknown", "a\0b", "\ud800", "x" * 200])
+async def test_a_model_that_nobody_has_is_not_found_and_leaves_no_turn(pool: Any, model: str) -> None:
+    await pool(1)
+    with pytest.raises(ModelNotFound):
+        await open_chat(request().model_copy(update={"model": model}), ME)
+    assert await in_db(ChatSession.objects.count) == 0
+
+
+async def test_a_cancelled_request_in_one_piece_is_written_as_cancelled(pool: Any) -> None:
+    asked = asyncio.Event()
+
+    async def think(http_request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits for this")
+
+    async with loopback_engine(think) as port:
+        await pool(port)
+        waiting = asyncio.create_task(open_chat(request(), ME))
+        await asked.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert (await the_turn()).state == "cancelled"
