@@ -107,7 +107,15 @@ class ChatRequest(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     repeat_last_n: Annotated[int, Field(ge=0, le=65536)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=1, le=1024)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=0, le=65536)] | None = None
+    dry_sequence_breakers: Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=32)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
     stop: str | list[str] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     logprobs: bool | None = None
@@ -118,7 +126,7 @@ class ChatRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     functions: list[Any] | None = None
@@ -170,8 +178,6 @@ class ChatRequest(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedParameter for known parameters that would change the answer and are not there yet."""
-        if self.n not in (None, 1):
-            raise UnsupportedParameter("Only n = 1 is served; send the request several times.", param="n")
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise UnsupportedParameter(
                 "Constrained output is not served yet; only response_format {'type': 'text'} is.",

@@ -17,6 +17,7 @@ EngineError
 
 LaunchError                          an engine process could not be started (never reaches a client as such)
 └── ModelLoadFailed                  llama.cpp could not load the model or make its context
+    └── DoesNotFit                   the model with this configuration needs more memory than there is
 """
 
 from __future__ import annotations
@@ -132,3 +133,7 @@ class LaunchError(Exception):
 
 class ModelLoadFailed(LaunchError):
     """llama.cpp could not load the model or make its context."""
+
+
+class DoesNotFit(ModelLoadFailed):
+    """Known before loading: a device lacks the memory. The message names what is needed, what is free and what would fit."""

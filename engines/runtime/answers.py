@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engines.runtime.generation import Stats
+from engines.runtime.generation import Piece, Stats
 from engines.runtime.llama import Vocabulary
 from engines.runtime.sampler import TokenLogprob
 
+# Stands for a delta's text while its frame is serialised; no key or fixed value contains it.
+_MARK = "\x00text\x00"
 
-def usage(stats: Stats) -> dict[str, Any]:
+
+def usage(all_stats: Sequence[Stats]) -> dict[str, Any]:
+    """Of one answer or of `n` choices, whose prompt counts once."""
+    prompt, completion = all_stats[0].prompt_tokens, sum(stats.completion_tokens for stats in all_stats)
     return {
-        "prompt_tokens": stats.prompt_tokens,
-        "completion_tokens": stats.completion_tokens,
-        "total_tokens": stats.prompt_tokens + stats.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": all_stats[0].cached_tokens},
     }
 
 
@@ -54,45 +60,60 @@ class ChatAnswer:
             "model": model_name,
             "system_fingerprint": "hydra",
         }
+        self._text_frames: dict[int, tuple[bytes, bytes]] = {}
 
-    def _chunk(self, delta: dict[str, Any] | None, **fields: Any) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        choices = [] if delta is None else [choice]
-        return {**self._head, "object": "chat.completion.chunk", "choices": choices, **fields}
+    def _chunk(self, index: int, delta: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **fields}
 
-    def opening(self) -> dict[str, Any]:
-        return self._chunk({"role": "assistant", "content": ""})
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": ""})
 
-    def delta(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        chunk = self._chunk({"content": text})
-        if logprobs:
-            chunk["choices"][0]["logprobs"] = self.logprobs(logprobs)
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        chunk = self._chunk(piece.choice, {"content": piece.text})
+        chunk["choices"][0]["logprobs"] = self.logprobs(piece.logprobs)
         return chunk
 
-    def progress(self, stats: dict[str, Any]) -> dict[str, Any]:
-        return self._chunk({}, prompt_progress=stats)
+    def text_event(self, piece: Piece) -> bytes:
+        """The frame of a plain delta. Most frames are this one, so only its text is serialised anew."""
+        frame = self._text_frames.get(piece.choice)
+        if frame is None:
+            whole = json.dumps(self._chunk(piece.choice, {"content": _MARK}), ensure_ascii=False, separators=(",", ":"))
+            before, after = whole.split(json.dumps(_MARK))
+            frame = self._text_frames[piece.choice] = (b"data: " + before.encode(), after.encode() + b"\n\n")
+        return frame[0] + json.dumps(piece.text, ensure_ascii=False).encode() + frame[1]
 
-    def closing(self, reason: str, stats: Stats) -> dict[str, Any]:
-        chunk = self._chunk({}, timings=timings(stats))
+    def progress(self, stats: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk(0, {}, prompt_progress=stats)
+
+    def closing(self, index: int, reason: str, stats: Stats) -> dict[str, Any]:
+        chunk = self._chunk(index, {}, timings=timings(stats))
         chunk["choices"][0]["finish_reason"] = reason
         return chunk
 
-    def usage_chunk(self, stats: Stats) -> dict[str, Any]:
-        return self._chunk(None, usage=usage(stats))
+    def usage_chunk(self, all_stats: Sequence[Stats]) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(all_stats)}
 
-    def whole(self, text: str, logprobs: Iterable[TokenLogprob] | None, reason: str, stats: Stats) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": text},
-            "logprobs": self.logprobs(logprobs) if logprobs is not None else None,
-            "finish_reason": reason,
-        }
+    def whole(self, pieces: Mapping[int, Sequence[Piece]], *, with_logprobs: bool) -> dict[str, Any]:
+        """The completion object from all pieces of each choice, the last of which carries reason and stats."""
+        choices = []
+        for index, parts in sorted(pieces.items()):
+            entries = [entry for part in parts for entry in part.logprobs]
+            choices.append(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(part.text for part in parts)},
+                    "logprobs": self.logprobs(entries) if with_logprobs else None,
+                    "finish_reason": parts[-1].finish_reason,
+                }
+            )
+        stats = [parts[-1].stats for _, parts in sorted(pieces.items()) if parts[-1].stats is not None]
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [choice],
+            "choices": choices,
             "usage": usage(stats),
-            "timings": timings(stats),
+            "timings": timings(stats[0]),
         }
 
     def logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """The engine's core: one thread that owns the context and takes all generations forward, step by step.
 
 Others call `submit`, `cancel`, `views` and `stop`; everything else runs on the core's thread. A step is: admit, plan the
-batch, decode, sample, send. Prefill goes in chunks of at most `batch_tokens`; dense models take decode rows and a chunk in
-one batch, models with recurrent state alternate, since llama.cpp splits unequal sequences into several graphs there.
+batch, decode, sample, send. Prefill goes in chunks of at most `batch_tokens`, between everybody's next tokens.
 """
 
 from __future__ import annotations
@@ -11,15 +10,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter
 
-from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping, QueueFull
+from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping
+from engines.runtime import memory
+from engines.runtime.candidates import NoLogits
 from engines.runtime.generation import Generation, Mailbox, Piece, deliver
-from engines.runtime.llama import Batch, Llama
+from engines.runtime.llama import Llama
 from engines.runtime.metrics import EngineMetrics
-from engines.runtime.sampler import Sampler
-from engines.runtime.slots import Slot, SlotTable
+from engines.runtime.planner import Row, StepPlanner
+from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.sampler import Sampler, TokenLogprob
+from engines.runtime.slots import Slot
+from engines.runtime.text import NOTHING, Released
+from engines.runtime.waiting import WaitingLine
 from engines.wire import EngineConfig, SlotView
 
 log = logging.getLogger("hydra.engine.core")
@@ -27,16 +31,6 @@ log = logging.getLogger("hydra.engine.core")
 IDLE_WAIT_S = 1.0
 MAX_FAILED_STEPS = 3
 RETURN_CELLS = 32
-
-
-@dataclass(frozen=True)
-class Row:
-    """A slot's part of a batch: `count` tokens, the last of them in batch row `last`, drawing a token if `draws`."""
-
-    slot: Slot
-    count: int
-    last: int
-    draws: bool
 
 
 class EngineCore(threading.Thread):
@@ -55,26 +49,21 @@ class EngineCore(threading.Thread):
         self.llama: Llama | None = None
         self._threads = threads
         self._loop = loop
-        self._wake = threading.Condition()
-        self._waiting: deque[Generation] = deque()
+        self._waiting = WaitingLine(config.queue_limit)
+        self._wake = self._waiting.changed
         self._outbox: list[tuple[Mailbox, Piece]] = []
-        self._table: SlotTable | None = None
-        self._chunk_was_last = False
+        self._cache: PrefixCache | None = None
 
     # --- called from any thread -----------------------------------------------------------------
 
-    def submit(self, generation: Generation) -> None:
-        """Queues a generation. Raises EngineLoading, EngineStopping, or QueueFull when the waiting line is at its bound."""
+    def submit(self, *generations: Generation) -> None:
+        """Queues all or none. Raises EngineLoading, EngineStopping, or QueueFull when the waiting line is at its bound."""
         with self._wake:
-            if self._table is None:
+            if self._cache is None:
                 raise EngineLoading("The model is being loaded.")
             if self.state != "ready":
                 raise EngineStopping("The engine is shutting down.")
-            # A slot that falls idle in this moment takes the first in line, so idle slots add to the bound.
-            if len(self._waiting) >= self.config.queue_limit + len(self._table.idle):
-                raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {self.config.queue_limit}.")
-            self._waiting.append(generation)
-            self._wake.notify()
+            self._waiting.put(list(generations), sum(slot.idle for slot in self._cache.slots))
 
     def cancel(self, generation: Generation) -> None:
         """Ends a generation at the next step; harmless when it has ended. Nothing more is sent for it."""
@@ -83,7 +72,7 @@ class EngineCore(threading.Thread):
             self._wake.notify()
 
     def views(self) -> list[SlotView]:
-        return [slot.view(self.config.context_tokens) for slot in self._table.slots] if self._table else []
+        return [slot.view(self.config.context_tokens) for slot in self._cache.slots] if self._cache else []
 
     @property
     def queue_length(self) -> int:
@@ -113,9 +102,11 @@ class EngineCore(threading.Thread):
     def _load(self) -> None:
         started = time.monotonic()
         self.llama = Llama(self.config, self._threads, self._on_load_progress)
-        self._batch = Batch(max(self.config.batch_tokens, self.config.slots))
-        self._table = SlotTable(self.llama, self.config.slots, self.config.cells)
-        self.metrics.watch(self._table, self._waiting)
+        cache = PrefixCache(self.llama, self.config)
+        self._planner = StepPlanner(self.llama, cache, self.config)
+        self._cache = cache
+        self.metrics.watch(self._cache, self._waiting)
+        memory.export(self.llama.memory_report, self.metrics.registry)
         with self._wake:
             if self.state == "loading":
                 self.state = "ready"
@@ -142,14 +133,15 @@ class EngineCore(threading.Thread):
             self._send()
             if not worked:
                 with self._wake:
-                    if self.state == "ready" and not self._waiting:
+                    if self.state == "ready" and not len(self._waiting):
                         self._wake.wait(IDLE_WAIT_S)
 
     def step(self) -> bool:
         """Takes every runnable generation one step forward. False when there was nothing to do."""
         self._drop_ended()
         self._admit()
-        rows = self._plan()
+        self._yield_cells()
+        rows = self._planner.plan()
         if not rows:
             return False
         if self._decode(rows):
@@ -161,73 +153,63 @@ class EngineCore(threading.Thread):
     def _drop_ended(self) -> None:
         """Takes out whoever cancelled or ran into its deadline, waiting or running."""
         now = time.monotonic()
-        with self._wake:
-            waiting = [g for g in self._waiting if g.cancelled or now > g.deadline_at]
-            for generation in waiting:
-                self._waiting.remove(generation)
-        for generation in waiting:
-            self._end(generation, error=None if generation.cancelled else _late(generation))
-        for slot in self.slots.busy:
+        ended = self._waiting.take_ended(now)
+        for slot in self.cache.busy:
             running = slot.generation
             if running and (running.cancelled or now > running.deadline_at):
                 slot.release()
-                self._end(running, error=None if running.cancelled else _late(running))
+                ended.append(running)
+        for generation in ended:
+            self._end(generation, error=None if generation.cancelled else _late(generation))
 
     def _admit(self) -> None:
-        """Gives idle slots to the first in line, as long as the cells they need can be had."""
-        while self._waiting:
-            generation = self._waiting[0]
-            slot = self.slots.best_for(generation)
+        """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
+        if not len(self._waiting):
+            return
+        running = Counter(slot.generation.owner for slot in self.cache.slots if slot.generation)
+        for generation in self._waiting.in_order(running):
+            raw_logits = not self.config.samples_on_device or generation.params.needs_whole_vocabulary(
+                self.config.device_candidates
+            )
+            if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self.cache.slots):
+                self.metrics.wait_steps.labels("slot").inc()
+                continue
             # Who had to give way comes back with some room to spare, or it would have to give way again at once.
             needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
-            needed = min(needed, self.config.context_tokens)
-            if slot is None or self.slots.promised_cells() + needed > self.slots.cells:
+            source = self.cache.best_source(generation.tokens) if generation.reuse_prefix else Source()
+            needed = min(needed, self.config.context_tokens) - self._shared_with_running(source)
+            if self.cache.promised_cells() + needed > self.config.cells:
+                # Nobody overtakes here, or a long prompt would never find the cache empty enough.
+                self.metrics.wait_steps.labels("cells").inc()
                 return
-            with self._wake:
-                self._waiting.popleft()
-            slot.begin(generation)
-            self.slots.make_room(slot.todo_tokens + 1)
-            if generation.started_at is None:
-                generation.started_at = time.monotonic()
-                self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
-            if generation.sampler is None:
-                generation.sampler = Sampler(generation.params, self.loaded)
-                generation.sampler.see_prompt(generation.prompt)
+            if generation.reuse_prefix and self.cache.leader(generation, source.length):
+                self.metrics.wait_steps.labels("prefix").inc()
+                continue
+            slot = self.cache.best_slot(source, raw_logits=raw_logits)
+            if slot is not None:
+                self._start(generation, slot, source)
 
-    # --- plan -----------------------------------------------------------------------------------
+    def _shared_with_running(self, source: Source) -> int:
+        """Cells of the source that are counted already, because a running generation holds them."""
+        busy = any(slot.sequence is source.sequence for slot in self.cache.busy)
+        return source.length if busy else 0
 
-    def _plan(self) -> list[Row]:
-        self._yield_cells()
-        decoding = [slot for slot in self.slots.busy if slot.decoding]
-        # The longest-served slot goes last, so that short prompts pass a long one chunk by chunk.
-        filling = sorted((s for s in self.slots.busy if not s.decoding), key=lambda slot: slot.used_at)
-        if self.loaded.has_recurrent_state:
-            # One kind a step, one prompt a chunk: llama.cpp would split the batch by unequal lengths anyway.
-            filling = filling[:1]
-            if filling and decoding:
-                decoding, filling = (decoding, []) if self._chunk_was_last else ([], filling)
-        self._batch.clear()
-        rows = [self._add(slot, 1) for slot in decoding]
-        for slot in filling:
-            count = min(slot.todo_tokens, self._batch.room)
-            if count and self.slots.make_room(self._batch.count + count):
-                rows.append(self._add(slot, count))
-                slot.used_at = time.monotonic()
-        self._chunk_was_last = bool(filling)
-        return rows
+    def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
+        self._waiting.remove(generation)
+        self.cache.prepare(slot, source)
+        slot.begin(generation)
+        if generation.started_at is None:
+            generation.started_at = time.monotonic()
+            self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
+        if generation.sampler is None:
+            generation.sampler = Sampler(generation.params, self.loaded)
+            generation.sampler.see_prompt(generation.prompt)
 
     def _yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
-        while not self.slots.make_room(sum(slot.decoding for slot in self.slots.busy)):
-            busy = [(slot.generation.queued_at, slot) for slot in self.slots.busy if slot.generation]
+        while not self.cache.make_room(sum(slot.decoding for slot in self.cache.busy)):
+            busy = [(slot.generation.queued_at, slot) for slot in self.cache.busy if slot.generation]
             self._preempt(max(busy, key=lambda entry: entry[0])[1])
-
-    def _add(self, slot: Slot, count: int) -> Row:
-        assert slot.generation is not None
-        start = len(slot.tokens)
-        draws = count == slot.todo_tokens
-        last = self._batch.add(slot.index, start, slot.generation.tokens[start : start + count], output_last=draws)
-        return Row(slot, count, last, draws)
 
     def _preempt(self, slot: Slot) -> None:
         """Puts a running generation back to the head of the line. Its tokens are the truth, so its text goes on unbroken."""
@@ -236,27 +218,28 @@ class EngineCore(threading.Thread):
         generation.preemptions += 1
         self.metrics.preemptions.inc()
         slot.release()
-        slot.clear()
-        with self._wake:
-            self._waiting.appendleft(generation)
+        slot.sequence.clear()
+        self._waiting.put_back(generation)
 
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode(self, rows: list[Row]) -> bool:
         """True when the whole batch was computed. After a refusal each row is tried alone, so that only the faulty one ends."""
         started = time.monotonic()
-        status = self.loaded.decode(self._batch)
+        batch = self._planner.batch
+        status = self.loaded.decode(batch)
         self.metrics.decode_calls.inc()
         self.metrics.step_seconds.observe(time.monotonic() - started)
         if status == 0:
             for row in rows:
                 self._advance(row)
             return True
-        log.warning("llama_decode answered %d for a batch of %d rows", status, self._batch.count)
+        log.warning("llama_decode answered %d for a batch of %d rows", status, batch.count)
         for row in rows:
             self._restore(row.slot)
         if len(rows) == 1:
-            self._fail(rows[0].slot, status)
+            message = f"llama.cpp refused the request's tokens (llama_decode: {status})."
+            self._fail(rows[0].slot, DecodeFailed(message))
             return False
         for row in rows:
             if row.slot.generation is not None:
@@ -264,34 +247,36 @@ class EngineCore(threading.Thread):
         return False
 
     def _decode_alone(self, row: Row) -> None:
-        self._batch.clear()
-        alone = [self._add(row.slot, min(row.slot.todo_tokens, self._batch.capacity))]
+        alone = self._planner.plan_alone(row.slot)
         if self._decode(alone):
             self._sample(alone)
 
     def _advance(self, row: Row) -> None:
-        slot = row.slot
-        assert slot.generation is not None
-        start = len(slot.tokens)
-        slot.tokens += slot.generation.tokens[start : start + row.count]
-        if slot.generation.new_tokens == 0:
+        slot, generation = row.slot, row.slot.generation
+        assert generation is not None
+        start = len(slot.sequence)
+        slot.sequence.append(generation.tokens[start : start + row.count])
+        if len(slot.sequence) in generation.cuts:
+            self.cache.checkpoint(slot)
+        if generation.new_tokens == 0:
             self.metrics.prompt_tokens.inc(row.count)
-            if slot.generation.wants_progress:
-                self._post(slot.generation, Piece(prompt_done_tokens=len(slot.tokens)))
+            if generation.wants_progress:
+                self._post(generation, Piece(generation.choice, prompt_done_tokens=len(slot.sequence)))
 
     def _restore(self, slot: Slot) -> None:
         """Makes memory and bookkeeping agree again after a batch that may have been computed in part."""
-        if self.loaded.last_position(slot.index) >= len(slot.tokens) and not self.loaded.keep_prefix(
-            slot.index, len(slot.tokens)
+        sequence = slot.sequence
+        if self.loaded.last_position(sequence.index) >= len(sequence) and not self.loaded.keep_prefix(
+            sequence.index, len(sequence)
         ):
-            slot.clear()
+            sequence.clear()
 
-    def _fail(self, slot: Slot, status: int) -> None:
+    def _fail(self, slot: Slot, error: EngineError) -> None:
         generation = slot.generation
         assert generation is not None
         slot.release()
-        slot.clear()
-        self._end(generation, error=DecodeFailed(f"llama.cpp refused the request's tokens (llama_decode: {status})."))
+        slot.sequence.clear()
+        self._end(generation, error=error)
 
     # --- sample ---------------------------------------------------------------------------------
 
@@ -302,8 +287,12 @@ class EngineCore(threading.Thread):
 
     def _take_token(self, row: Row) -> None:
         generation = row.slot.generation
-        assert generation is not None and generation.sampler is not None
-        token, logprob = generation.sampler.draw(row.last)
+        assert generation is not None
+        try:
+            token, logprob = self._draw(row)
+        except NoLogits as error:
+            self._fail(row.slot, DecodeFailed(f"The model gave no usable result: {error}."))
+            return
         generation.tokens.append(token)
         now = time.monotonic()
         if generation.first_token_at is None:
@@ -325,28 +314,39 @@ class EngineCore(threading.Thread):
                 released, reason = released.with_more(rest), "length"
         if reason is None:
             if released.text or released.logprobs:
-                self._post(generation, Piece(released.text, released.logprobs))
+                self._post(generation, Piece(generation.choice, released.text, released.logprobs))
             return
         row.slot.release()
-        self._end(generation, Piece(released.text, released.logprobs, finish_reason=reason))
+        self._end(generation, released, reason)
+
+    def _draw(self, row: Row) -> tuple[int, TokenLogprob | None]:
+        sampler = row.slot.generation.sampler if row.slot.generation else None
+        assert sampler is not None
+        if row.slot.has_raw_logits:
+            return sampler.draw_from_logits(self.loaded.logits(row.last))
+        return sampler.draw_from_candidates(*self.loaded.candidates(row.last)), None
 
     # --- send -----------------------------------------------------------------------------------
 
     def _post(self, generation: Generation, piece: Piece) -> None:
         self._outbox.append((generation.mailbox, piece))
 
-    def _end(self, generation: Generation, last: Piece | None = None, *, error: EngineError | None = None) -> None:
+    def _end(
+        self,
+        generation: Generation,
+        released: Released = NOTHING,
+        reason: str | None = None,
+        *,
+        error: EngineError | None = None,
+    ) -> None:
         """The one exit of every generation: frees its sampler, counts it, and posts its last piece unless it cancelled."""
         if generation.sampler:
             generation.sampler.close()
-        now = time.monotonic()
-        stats = generation.stats(now)
-        outcome = "cancelled" if generation.cancelled else error.code if error else str(last and last.finish_reason)
-        self.metrics.ended(outcome, stats)
-        if generation.cancelled:
-            return
-        last = last or Piece(error=error)
-        self._post(generation, Piece(last.text, last.logprobs, None, last.finish_reason, error, stats))
+        stats = generation.stats(time.monotonic())
+        self.metrics.ended("cancelled" if generation.cancelled else error.code if error else str(reason), stats)
+        if not generation.cancelled:
+            last = Piece(generation.choice, released.text, released.logprobs, None, reason, error, stats)
+            self._post(generation, last)
 
     def _send(self) -> None:
         if self._outbox:
@@ -366,24 +366,22 @@ class EngineCore(threading.Thread):
     # --- ends -----------------------------------------------------------------------------------
 
     def _fail_running(self, error: EngineError) -> None:
-        for slot in self.slots.slots:
-            generation = slot.generation
-            slot.release()
-            slot.clear()
-            if generation:
-                self._end(generation, error=error)
+        for slot in self.cache.slots:
+            if slot.generation is not None:
+                self._fail(slot, error)
+            else:
+                slot.sequence.clear()
+        for checkpoint in self.cache.checkpoints:
+            checkpoint.sequence.clear()
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody may wait for an answer that will not come."""
-        with self._wake:
-            waiting = list(self._waiting)
-            self._waiting.clear()
-        if self._table:
-            for slot in self._table.busy:
-                if slot.generation:
-                    waiting.append(slot.generation)
-                slot.release()
-        for generation in waiting:
+        ending = self._waiting.take_all()
+        for slot in self._cache.busy if self._cache else ():
+            if slot.generation:
+                ending.append(slot.generation)
+            slot.release()
+        for generation in ending:
             self._end(generation, error=error)
         self._send()
 
@@ -393,9 +391,9 @@ class EngineCore(threading.Thread):
         return self.llama
 
     @property
-    def slots(self) -> SlotTable:
-        assert self._table is not None
-        return self._table
+    def cache(self) -> PrefixCache:
+        assert self._cache is not None
+        return self._cache
 
 
 def _late(generation: Generation) -> DeadlineExceeded:

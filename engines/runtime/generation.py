@@ -28,6 +28,7 @@ class Stats:
 class Piece:
     """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`."""
 
+    choice: int = 0
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_done_tokens: int | None = None
@@ -41,7 +42,7 @@ class Piece:
 
 
 class Mailbox:
-    """Pieces of one generation, put and taken on the event loop. Bounded by the answer's length."""
+    """Pieces of one request's generations, put and taken on the event loop. Bounded by the answers' length."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -71,7 +72,11 @@ def deliver(outbox: Iterable[tuple[Mailbox, Piece]]) -> None:
 
 @dataclass(eq=False)
 class Generation:
-    """Owned by the core's thread after submission, except `cancelled`, which anybody may set."""
+    """Owned by the core's thread after submission, except `cancelled`, which anybody may set.
+
+    `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
+    earlier; `owner` groups requests that share one fair part.
+    """
 
     request_id: str
     prompt: list[int]
@@ -80,8 +85,12 @@ class Generation:
     max_new_tokens: int
     mailbox: Mailbox
     deadline_at: float
+    choice: int = 0
     reuse_prefix: bool = True
     wants_progress: bool = False
+    cuts: list[int] = field(default_factory=list)
+    owner: str = ""
+    priority: int = 0
     cancelled: bool = False
     queued_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
@@ -93,6 +102,11 @@ class Generation:
         self.tokens: list[int] = list(self.prompt)
         self.text = TextAssembler(self.stops)
         self.sampler: Sampler | None = None
+
+    def add_cut(self, position: int) -> None:
+        """Asks for a checkpoint after `position` tokens of the prompt."""
+        if position not in self.cuts and 0 < position < len(self.tokens):
+            self.cuts = sorted([*self.cuts, position])
 
     @property
     def new_tokens(self) -> int:

@@ -13,21 +13,28 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from aiohttp import web
 
 from engines.api_schema import ChatRequest, parse_chat_request
 from engines.browser_guard import foreign_page, host_name, is_loopback
-from engines.errors import BodyTooLarge, ContextLengthExceeded, EngineError, EngineLoading, EngineStopping
+from engines.errors import (
+    BodyTooLarge,
+    ContextLengthExceeded,
+    EngineError,
+    EngineLoading,
+    EngineStopping,
+    UnsupportedParameter,
+)
 from engines.runtime.answers import ChatAnswer
 from engines.runtime.chat import ChatTemplate
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Mailbox, Piece
 from engines.runtime.llama import Llama
 from engines.runtime.metrics import CONTENT_TYPE
-from engines.runtime.sampler import SamplingParams
+from engines.runtime.sampler import SEED_MASK, SamplingParams
 from engines.wire import EngineConfig
 
 log = logging.getLogger("hydra.engine.http")
@@ -163,41 +170,63 @@ class EngineServer:
         request_id = _request_id(request.headers.get("X-Request-Id"))
         loop = asyncio.get_running_loop()
         # Parsing, templating and tokenising of a large body take long; the other streams' pieces must not wait for it.
-        body, generation = await loop.run_in_executor(self._prepare, self._generation, raw, request_id, self.core.llama)
-        self.core.submit(generation)
+        body, generations = await loop.run_in_executor(
+            self._prepare, self._generations, raw, request_id, self.core.llama
+        )
+        self.core.submit(*generations)
         answer = ChatAnswer(request_id, self.config.model_name, self.core.llama.vocabulary)
         try:
             if body.stream:
-                return await self._stream(request, body, generation, answer)
-            return await self._whole(body, generation, answer)
+                return await self._stream(request, body, generations, answer)
+            return await self._whole(body, generations, answer)
         finally:
-            self.core.cancel(generation)
+            for generation in generations:
+                self.core.cancel(generation)
 
-    def _generation(self, raw: bytes, request_id: str, llama: Llama) -> tuple[ChatRequest, Generation]:
+    def _generations(self, raw: bytes, request_id: str, llama: Llama) -> tuple[ChatRequest, list[Generation]]:
+        """The validated body and its `n` generations, which differ in their seed only and share one mailbox."""
         body = parse_chat_request(raw)
-        vocabulary = llama.vocabulary
         self._refuse_hopeless(sum(len(message.text().encode()) for message in body.messages), llama)
         if self._template is None:
-            self._template = ChatTemplate(llama.chat_template, vocabulary)
-        prompt = self._template.tokens(body, vocabulary)
+            self._template = ChatTemplate(llama.chat_template, llama.vocabulary)
+        prompt = self._template.prompt(body, with_cuts=llama.needs_checkpoints)
         limit = self.config.context_tokens
-        if len(prompt) >= limit:
+        if len(prompt.tokens) >= limit:
             raise ContextLengthExceeded(
-                f"The prompt has {len(prompt)} tokens; the context holds {limit}, the answer included.",
+                f"The prompt has {len(prompt.tokens)} tokens; the context holds {limit}, the answer included.",
                 param="messages",
             )
-        generation = Generation(
-            request_id=request_id,
-            prompt=prompt,
-            params=SamplingParams.of(body, vocabulary.size, vocabulary.end_tokens),
-            stops=body.stops,
-            max_new_tokens=min(body.max_new_tokens or limit, limit - len(prompt)),
-            mailbox=Mailbox(),
-            deadline_at=time.monotonic() + self.config.request_deadline_s,
-            reuse_prefix=body.cache_prompt,
-            wants_progress=body.return_progress and body.stream,
-        )
-        return body, generation
+        params = SamplingParams.of(body, llama.vocabulary.size, llama.vocabulary.end_tokens)
+        if self.config.samples_on_device and not self.config.whole_vocabulary_slots:
+            self._refuse_whole_vocabulary(params)
+        mailbox = Mailbox()
+        now = time.monotonic()
+        generations = [
+            Generation(
+                request_id=request_id,
+                prompt=prompt.tokens,
+                params=replace(params, seed=(params.seed + index) & SEED_MASK),
+                stops=body.stops,
+                max_new_tokens=min(body.max_new_tokens or limit, limit - len(prompt.tokens)),
+                mailbox=mailbox,
+                deadline_at=now + self.config.request_deadline_s,
+                choice=index,
+                reuse_prefix=body.cache_prompt,
+                wants_progress=body.return_progress and body.stream and index == 0,
+                cuts=list(prompt.cuts),
+                owner=body.prompt_cache_key or body.user or "",
+                priority=body.priority,
+            )
+            for index in range(body.n or 1)
+        ]
+        return body, generations
+
+    def _refuse_whole_vocabulary(self, params: SamplingParams) -> None:
+        if params.needs_whole_vocabulary(self.config.device_candidates):
+            raise UnsupportedParameter(
+                "This engine samples on its device and keeps no sequence for log probabilities, lifting biases or top_k 0.",
+                hint="Start it with whole_vocabulary_slots of at least 1.",
+            )
 
     def _refuse_hopeless(self, text_bytes: int, llama: Llama) -> None:
         """No token is longer than the longest piece, so much text can be refused before it is tokenised."""
@@ -209,34 +238,46 @@ class EngineServer:
                 param="messages",
             )
 
-    async def _whole(self, body: ChatRequest, generation: Generation, answer: ChatAnswer) -> web.Response:
-        pieces: list[Piece] = []
-        while not (pieces and pieces[-1].is_last):
-            pieces += await generation.mailbox.take(PING_S)
-        last = pieces[-1]
-        if last.error is not None:
-            raise last.error
-        assert last.stats is not None and last.finish_reason is not None
-        text = "".join(piece.text for piece in pieces)
-        logprobs = [entry for piece in pieces for entry in piece.logprobs] if body.logprobs else None
-        return web.json_response(answer.whole(text, logprobs, last.finish_reason, last.stats))
+    async def _whole(self, body: ChatRequest, generations: list[Generation], answer: ChatAnswer) -> web.Response:
+        pieces: dict[int, list[Piece]] = {generation.choice: [] for generation in generations}
+        unfinished = set(pieces)
+        while unfinished:
+            for piece in await generations[0].mailbox.take(PING_S):
+                pieces[piece.choice].append(piece)
+                if piece.error is not None:
+                    raise piece.error
+                if piece.is_last:
+                    unfinished.discard(piece.choice)
+        return web.json_response(answer.whole(pieces, with_logprobs=bool(body.logprobs)))
 
     async def _stream(
-        self, request: web.Request, body: ChatRequest, generation: Generation, answer: ChatAnswer
+        self, request: web.Request, body: ChatRequest, generations: list[Generation], answer: ChatAnswer
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=SSE_HEADERS)
         await response.prepare(request)
-        await response.write(_event(answer.opening()))
-        ended = False
-        while not ended:
-            pieces = await generation.mailbox.take(PING_S)
-            frames = [frame for piece in pieces for frame in self._frames(piece, body, generation, answer)]
+        await response.write(b"".join(_event(answer.opening(g.choice)) for g in generations))
+        mailbox = generations[0].mailbox
+        last: dict[int, Piece] = {}
+        while len(last) < len(generations):
+            pieces = await mailbox.take(PING_S)
+            frames = []
+            for piece in pieces:
+                frames += self._frames(piece, generations[piece.choice], answer)
+                if piece.error is not None:
+                    # An error ends the whole stream; the handler's exit cancels the other choices.
+                    await response.write(b"".join(frames))
+                    await response.write_eof()
+                    return response
+                if piece.is_last:
+                    last[piece.choice] = piece
             await response.write(b"".join(frames) or b": ping\n\n")
-            ended = bool(pieces) and pieces[-1].is_last
+        stats = [piece.stats for piece in last.values() if piece.stats is not None]
+        tail = _event(answer.usage_chunk(stats)) if body.include_usage else b""
+        await response.write(tail + b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    def _frames(self, piece: Piece, body: ChatRequest, generation: Generation, answer: ChatAnswer) -> list[bytes]:
+    def _frames(self, piece: Piece, generation: Generation, answer: ChatAnswer) -> list[bytes]:
         frames = []
         if piece.prompt_done_tokens is not None:
             started = generation.started_at or generation.queued_at
@@ -247,15 +288,14 @@ class EngineServer:
                 "time_ms": round((time.monotonic() - started) * 1000),
             }
             frames.append(_event(answer.progress(done)))
-        if piece.text or piece.logprobs:
-            frames.append(_event(answer.delta(piece.text, piece.logprobs)))
+        if piece.logprobs:
+            frames.append(_event(answer.delta(piece)))
+        elif piece.text:
+            frames.append(answer.text_event(piece))
         if piece.error is not None:
-            return [*frames, _event(piece.error.body())]
-        if piece.finish_reason is not None and piece.stats is not None:
-            frames.append(_event(answer.closing(piece.finish_reason, piece.stats)))
-            if body.include_usage:
-                frames.append(_event(answer.usage_chunk(piece.stats)))
-            frames.append(b"data: [DONE]\n\n")
+            frames.append(_event(piece.error.body()))
+        elif piece.finish_reason is not None and piece.stats is not None:
+            frames.append(_event(answer.closing(piece.choice, piece.finish_reason, piece.stats)))
         return frames
 
 

@@ -1,4 +1,5 @@
-"""The only module that touches llama.cpp: model, vocabulary, batch and context behind plain Python types.
+"""llama.cpp behind plain Python types: model, vocabulary, batch and context. What stands before it, placement and memory,
+is in modules of its own.
 
 Everything here except `Vocabulary` belongs to the thread that made the context. Shapes and return codes as in llama.h of
 the llama.cpp that llama-cpp-python 0.3.36 vendors.
@@ -7,7 +8,6 @@ the llama.cpp that llama-cpp-python 0.3.36 vendors.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,33 +17,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.errors import ModelLoadFailed
+from engines.runtime import llama_log
+from engines.runtime.context_params import ContextParams
+from engines.runtime.memory import LoadWatch, MemoryReport
+from engines.runtime.placement import place
 from engines.wire import EngineConfig
-
-log = logging.getLogger("hydra.engine.llama")
-
-_GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
-_LOG_LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
-
-
-@llama_cpp.llama_log_callback
-def _log_from_llama(level: int, text: bytes, _user_data: object) -> None:
-    """llama.cpp's own lines: its INFO is our DEBUG, since it describes every tensor at load."""
-    line = text.decode("utf-8", "replace").rstrip()
-    if line:
-        log.log(_LOG_LEVELS.get(level, logging.DEBUG), line)
 
 
 class Vocabulary:
     """Tokens of a loaded model. Read-only, so any thread may use it; all pieces are kept as bytes."""
 
     def __init__(self, model: Any) -> None:
-        self._vocab = llama_cpp.llama_model_get_vocab(model)
+        self._vocab = self.native = llama_cpp.llama_model_get_vocab(model)
         self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)
         self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
         self.pieces: list[bytes] = [self._piece(token, special=False) for token in range(self.size)]
         self.longest_piece_bytes = max(1, max(len(piece) for piece in self.pieces))
+        # As written in a prompt: control tokens have no piece, but stand there by their names.
+        self.written_bytes = np.array(
+            [len(piece or self._piece(token, special=True)) for token, piece in enumerate(self.pieces)], dtype=np.int64
+        )
         self.end_tokens = frozenset(t for t in range(self.size) if llama_cpp.llama_vocab_is_eog(self._vocab, t))
 
     def _piece(self, token: int, *, special: bool) -> bytes:
@@ -120,21 +115,21 @@ class Llama:
 
     def __init__(self, config: EngineConfig, threads: int, on_progress: Callable[[float], None]) -> None:
         self._cleanup = ExitStack()
-        llama_cpp.llama_log_set(_log_from_llama, ctypes.c_void_p(0))
+        llama_log.install()
         llama_cpp.llama_backend_init()
         try:
+            watch = LoadWatch(config)
             self._load(config, on_progress)
-            self._make_context(config, threads)
+            with llama_log.collected() as said:
+                self._make_context(config, threads)
+            self.memory_report: MemoryReport = watch.report(self.model, self.context, said.lines)
         except BaseException:
             self.close()
             raise
 
     def _load(self, config: EngineConfig, on_progress: Callable[[float], None]) -> None:
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = config.gpu_layers
-        params.main_gpu = config.main_gpu
-        if not config.mmap:
-            params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
+        self._placement = place(config)  # llama.cpp reads its arrays as long as the model lives
+        params = self._placement.native
 
         @llama_cpp.llama_progress_callback
         def progress(share: float, _user_data: object) -> bool:
@@ -153,6 +148,7 @@ class Llama:
         self.has_recurrent_state: bool = llama_cpp.llama_model_is_recurrent(
             self.model
         ) or llama_cpp.llama_model_is_hybrid(self.model)
+        self.forgets_window = self.window_tokens > 0 and not config.full_window
         self.parameter_count: int = llama_cpp.llama_model_n_params(self.model)
         self.size_bytes: int = llama_cpp.llama_model_size(self.model)
         self.embedding_length: int = llama_cpp.llama_model_n_embd(self.model)
@@ -160,22 +156,10 @@ class Llama:
         self.chat_template: str | None = template.decode("utf-8", "replace") if template else None
 
     def _make_context(self, config: EngineConfig, threads: int) -> None:
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = config.cells
-        params.n_batch = max(config.batch_tokens, config.slots)
-        params.n_ubatch = min(config.micro_batch_tokens, params.n_batch)
-        params.n_seq_max = config.slots
-        # A step asks for one row of logits per slot at most; the default would reserve hundreds of MiB.
-        params.n_outputs_max = config.slots
-        params.n_threads = threads
-        params.n_threads_batch = threads
-        # Pinned, not "auto": state of a context with flash attention cannot enter one without.
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        params.type_k = _GGML_TYPES[config.kv_type_k]
-        params.type_v = _GGML_TYPES[config.kv_type_v]
-        params.kv_unified = True
-        params.no_perf = True
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        params = ContextParams(config, threads)
+        # Registered before the context, so freed after it.
+        self._cleanup.callback(params.close)
+        self.context = llama_cpp.llama_init_from_model(self.model, params.native)
         if not self.context:
             raise ModelLoadFailed(
                 f"llama.cpp could not make a context of {config.cells} cells for {config.slots} slots;"
@@ -183,6 +167,8 @@ class Llama:
             )
         self._cleanup.callback(llama_cpp.llama_free, self.context)
         self.memory = llama_cpp.llama_get_memory(self.context)
+        self._candidate_ids = np.zeros(config.device_candidates, dtype=np.int32)
+        self._candidate_logits = np.zeros(config.device_candidates, dtype=np.float32)
 
     def decode(self, batch: Batch) -> int:
         """0 done; 1 no room in the cache; negative: refused. Releases the GIL while it computes."""
@@ -194,6 +180,42 @@ class Llama:
         if not pointer:
             raise ValueError(f"row {row} of the batch asked for no logits")
         return np.ctypeslib.as_array(pointer, shape=(self.vocabulary.size,))
+
+    def candidates(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Copies of the row's device candidates, in no order. Raises ValueError where no chain handed any out."""
+        count = int(llama_cpp.llama_get_sampled_candidates_count_ith(self.context, row))
+        if not 0 < count <= self._candidate_ids.shape[0]:
+            raise ValueError(f"row {row} of the batch has {count} candidates")
+        ids = llama_cpp.llama_get_sampled_candidates_ith(self.context, row)
+        logits = llama_cpp.llama_get_sampled_logits_ith(self.context, row)
+        ctypes.memmove(self._candidate_ids.ctypes.data, ids, count * 4)
+        ctypes.memmove(self._candidate_logits.ctypes.data, logits, count * 4)
+        return self._candidate_ids[:count].copy(), self._candidate_logits[:count].copy()
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Lets `target` hold the first `length` positions of `source` too; recurrent state is shared as it is now."""
+        llama_cpp.llama_memory_seq_cp(self.memory, source, target, 0, length)
+
+    def state_bytes(self, seq: int) -> int:
+        return int(llama_cpp.llama_state_seq_get_size(self.context, seq))
+
+    def export_state(self, seq: int) -> NDArray[np.uint8]:
+        """The whole state of `seq` in llama.cpp's own format (llama_state_seq_get_data)."""
+        state = np.empty(self.state_bytes(seq), dtype=np.uint8)
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        written = int(llama_cpp.llama_state_seq_get_data(self.context, pointer, state.nbytes, seq))
+        return state[:written]
+
+    def import_state(self, seq: int, state: NDArray[np.uint8]) -> bool:
+        """Loads what `export_state` of this very context gave. False when llama.cpp did not take every byte of it."""
+        pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        read = int(llama_cpp.llama_state_seq_set_data(self.context, pointer, state.nbytes, seq))
+        return read == state.nbytes > 0
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether a prefix can be reused only where some state still stands, not cut out of a longer one."""
+        return self.has_recurrent_state or self.forgets_window
 
     def keep_prefix(self, seq: int, length: int) -> bool:
         """Drops positions ≥ `length` of `seq`. False when the memory cannot (recurrent state); nothing changed then."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from engines.runtime.generation import Generation, Stats
-from engines.runtime.slots import SlotTable
+from engines.runtime.generation import Stats
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.waiting import WaitingLine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -29,6 +28,12 @@ class EngineMetrics:
         self.requests = Counter(
             "hydra_engine_requests", "Ended generations by outcome", ["outcome"], registry=self.registry
         )
+        self.wait_steps = Counter(
+            "hydra_engine_wait_steps",
+            "Steps that a waiting generation was passed over, by cause (slot, cells, prefix)",
+            ["cause"],
+            registry=self.registry,
+        )
         self.queue_seconds = self._histogram("hydra_engine_queue_seconds", "Time in the waiting line", _WAITS_S)
         self.first_token_seconds = self._histogram(
             "hydra_engine_time_to_first_token_seconds", "Time from arrival to the first token", _WAITS_S
@@ -44,19 +49,25 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, registry=self.registry, buckets=buckets)
 
-    def watch(self, table: SlotTable, waiting: deque[Generation]) -> None:
+    def watch(self, cache: PrefixCache, waiting: WaitingLine) -> None:
         """Registers the gauges that are read from the core's own state when somebody scrapes."""
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, registry=self.registry)
 
-        gauge("llamacpp:requests_processing", "Generations in slots").set_function(lambda: len(table.busy))
+        cells = cache.ledger
+        gauge("llamacpp:requests_processing", "Generations in slots").set_function(lambda: len(cache.busy))
         gauge("llamacpp:requests_deferred", "Generations in the waiting line").set_function(lambda: len(waiting))
-        gauge("llamacpp:kv_cache_tokens", "KV cells in use").set_function(lambda: table.cells - table.free_cells)
+        gauge("llamacpp:kv_cache_tokens", "KV cells in use").set_function(lambda: cells.count - cells.free)
         gauge("llamacpp:kv_cache_usage_ratio", "Share of KV cells in use").set_function(
-            lambda: 1 - table.free_cells / table.cells
+            lambda: 1 - cells.free / cells.count
         )
-        gauge("hydra_engine_slots", "Slots of this engine").set(len(table.slots))
+        gauge("hydra_engine_slots", "Slots of this engine").set(len(cache.slots))
+        gauge("hydra_engine_checkpoints", "Checkpoints inside the context").set_function(
+            lambda: sum(len(checkpoint.sequence) > 0 for checkpoint in cache.checkpoints)
+        )
+        gauge("hydra_engine_host_cache_bytes", "States in host memory").set_function(lambda: cache.host.used_bytes)
+        gauge("hydra_engine_host_cache_entries", "States in host memory").set_function(lambda: len(cache.host))
 
     def ended(self, outcome: str, stats: Stats) -> None:
         self.requests.labels(outcome).inc()

@@ -1,12 +1,17 @@
-"""A request's sampling: its parameters, and the llama.cpp chain that draws its tokens.
+"""How a generation draws its tokens: the likeliest candidates of a row, then the request's own llama.cpp chain on them.
 
-The defaults are llama.cpp's, because its users' expectations of a local model come from there.
+The candidates come from one of two places, fixed for an engine's life (`SamplingPath`): from the raw logits on the host, or
+from a static top-k chain that runs on the device and spares the copy of the logits. A request that needs more than the
+candidates (a lifting bias, log probabilities, sampling without top-k) runs on a sequence without a device chain.
+The default parameters are llama.cpp's, because its users' expectations of a local model come from there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import llama_cpp
@@ -15,9 +20,13 @@ from numpy.typing import NDArray
 
 from engines.api_schema import ChatRequest
 from engines.errors import InvalidRequest
+from engines.runtime.candidates import log_probabilities, top_candidates
 from engines.runtime.llama import Llama
 
 SEED_MASK = 0xFFFF_FFFF
+# Tokens that a DRY penalty may push down, on top of those that the plain penalties know.
+DRY_SPARE_CANDIDATES = 64
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _FIELDS = (
     "temperature",
     "top_k",
@@ -28,7 +37,20 @@ _FIELDS = (
     "frequency_penalty",
     "repeat_penalty",
     "repeat_last_n",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "xtc_probability",
+    "xtc_threshold",
 )
+
+
+class SamplingPath(Enum):
+    """Where a row's candidates come from."""
+
+    HOST = "host"
+    BACKEND = "backend"
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 1024
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
@@ -60,6 +89,8 @@ class SamplingParams:
         if request.ignore_eos:
             bias.update(dict.fromkeys(end_tokens, float("-inf")))
         given = {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
+        if request.dry_sequence_breakers is not None:
+            given["dry_sequence_breakers"] = tuple(request.dry_sequence_breakers)
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbits(31)
         return cls(
             **given,
@@ -72,6 +103,28 @@ class SamplingParams:
     def penalises(self) -> bool:
         off = self.repeat_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         return self.repeat_last_n > 0 and not off
+
+    @property
+    def lifts(self) -> bool:
+        """Whether a token outside the likeliest may become the likeliest."""
+        penalty_lifts = self.repeat_penalty < 1 or self.presence_penalty < 0 or self.frequency_penalty < 0
+        return any(value > 0 for _, value in self.logit_bias) or (self.penalises and penalty_lifts)
+
+    @property
+    def wanted_candidates(self) -> int | None:
+        """How many of the likeliest tokens decide the draw exactly; None: all of the vocabulary."""
+        if self.lifts or (self.temperature > 0 and self.top_k <= 0):
+            return None
+        spare = (self.repeat_last_n if self.penalises else 0) + len(self.logit_bias)
+        spare += DRY_SPARE_CANDIDATES if self.dry_multiplier > 0 else 0
+        return (1 if self.temperature == 0 else self.top_k) + spare
+
+    def needs_whole_vocabulary(self, device_candidates: int) -> bool:
+        """Whether a device chain that hands out `device_candidates` of a row is not enough for this request."""
+        wanted = self.wanted_candidates
+        # A penalty pushes down some of the candidates at most, and the rest still covers top_k in all but odd cases.
+        penalised = self.repeat_last_n if self.penalises else 0
+        return self.top_logprobs is not None or wanted is None or wanted - penalised > device_candidates
 
 
 @dataclass(frozen=True)
@@ -89,16 +142,20 @@ class Sampler:
     def __init__(self, params: SamplingParams, llama: Llama) -> None:
         self.params = params
         self._llama = llama
-        self._chain: Any = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for part in self._parts():
-            llama_cpp.llama_sampler_chain_add(self._chain, part)
+        self._bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
+        self._bias_values = np.array([value for _, value in params.logit_bias], dtype=np.float32)
+        self._greedy = params.temperature == 0
+        parts = self._parts()
+        self._chain: Any = None
+        if parts:
+            self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+            for part in parts:
+                llama_cpp.llama_sampler_chain_add(self._chain, part)
 
     def _parts(self) -> list[Any]:
+        """The chain in llama.cpp's default order. Greedy without penalties needs none: the first candidate is the token."""
         params, size = self.params, self._llama.vocabulary.size
         parts = []
-        if params.logit_bias:
-            entries = (llama_cpp.llama_logit_bias * len(params.logit_bias))(*params.logit_bias)
-            parts.append(llama_cpp.llama_sampler_init_logit_bias(size, len(params.logit_bias), entries))
         if params.penalises:
             parts.append(
                 llama_cpp.llama_sampler_init_penalties(
@@ -109,8 +166,10 @@ class Sampler:
                     params.presence_penalty,
                 )
             )
-        if params.temperature == 0:
-            return [*parts, llama_cpp.llama_sampler_init_greedy()]
+        if params.dry_multiplier > 0 and params.dry_penalty_last_n > 0:
+            parts.append(self._dry())
+        if self._greedy:
+            return [*parts, llama_cpp.llama_sampler_init_greedy()] if parts else []
         if params.top_k > 0:
             parts.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
         if params.typical_p < 1:
@@ -119,33 +178,71 @@ class Sampler:
             parts.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
         if params.min_p > 0:
             parts.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
+        if params.xtc_probability > 0:
+            parts.append(llama_cpp.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
         parts.append(llama_cpp.llama_sampler_init_temp(params.temperature))
         return [*parts, llama_cpp.llama_sampler_init_dist(params.seed)]
 
-    def see_prompt(self, tokens: list[int]) -> None:
-        """Lets penalties see the prompt's end, as llama-server does; costs nothing without penalties."""
-        if self.params.penalises:
-            for token in tokens[-self.params.repeat_last_n :]:
-                llama_cpp.llama_sampler_accept(self._chain, token)
+    def _dry(self) -> Any:
+        params = self.params
+        breakers = [breaker.encode() for breaker in params.dry_sequence_breakers]
+        return llama_cpp.llama_sampler_init_dry(
+            self._llama.vocabulary.native,
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            params.dry_penalty_last_n,
+            (ctypes.c_char_p * len(breakers))(*breakers),
+            len(breakers),
+        )
 
-    def draw(self, row: int) -> tuple[int, TokenLogprob | None]:
-        """The next token from the batch row's logits, with its log probability where the request asked for it."""
-        logits = self._llama.logits(row).copy() if self.params.top_logprobs is not None else None
-        token = int(llama_cpp.llama_sampler_sample(self._chain, self._llama.context, row))
-        if logits is None:
-            return token, None
-        return token, _logprob(logits, token, self.params.top_logprobs or 0)
+    def see_prompt(self, tokens: list[int]) -> None:
+        """Lets penalties see the prompt's end, as llama-server does; costs nothing without them."""
+        params = self.params
+        window = params.repeat_last_n if params.penalises else 0
+        window = max(window, params.dry_penalty_last_n if params.dry_multiplier > 0 else 0)
+        for token in tokens[-window:] if window else ():
+            llama_cpp.llama_sampler_accept(self._chain, token)
+
+    def draw_from_logits(self, logits: NDArray[np.float32]) -> tuple[int, TokenLogprob | None]:
+        """The next token from a whole row, shape (vocabulary,). Raises NoLogits for a row of NaN."""
+        probabilities = log_probabilities(logits) if self.params.top_logprobs is not None else None
+        if self._bias_ids.size:
+            logits = logits.copy()
+            logits[self._bias_ids] += self._bias_values
+        wanted = self.params.wanted_candidates
+        token = self._choose(*top_candidates(logits, wanted if wanted is not None else logits.shape[0]))
+        return token, None if probabilities is None else self._logprob(probabilities, token)
+
+    def draw_from_candidates(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+        """The next token from candidates of the device, which come in no order."""
+        if self._bias_ids.size:
+            for token, value in self.params.logit_bias:
+                logits[ids == token] += value
+        order = np.lexsort((ids, -logits))
+        return self._choose(ids[order], logits[order])
+
+    def _choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+        if self._chain is None:
+            return int(ids[0])
+        table = np.empty(ids.shape[0], dtype=_CANDIDATE)
+        table["id"], table["logit"], table["p"] = ids, logits, 0
+        array = llama_cpp.llama_token_data_array(
+            data=table.ctypes.data_as(llama_cpp.llama_token_data_p), size=ids.shape[0], selected=-1, sorted=True
+        )
+        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        # A sampler may move the array elsewhere, so the token is read where the struct points now.
+        token = int(array.data[array.selected].id)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _logprob(self, probabilities: NDArray[np.float32], token: int) -> TokenLogprob:
+        top = self.params.top_logprobs or 0
+        ids, values = top_candidates(probabilities, top) if top else (np.empty(0, np.int32), np.empty(0, np.float32))
+        likeliest = tuple((int(i), float(value)) for i, value in zip(ids, values, strict=True))
+        return TokenLogprob(token, float(probabilities[token]), likeliest)
 
     def close(self) -> None:
-        if self._chain:
+        if self._chain is not None:
             llama_cpp.llama_sampler_free(self._chain)
             self._chain = None
-
-
-def _logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
-    wide = logits.astype(np.float64)
-    peak = wide.max()
-    logprobs = wide - (peak + np.log(np.exp(wide - peak).sum()))
-    likeliest = np.argpartition(-logprobs, top - 1)[:top] if top else np.empty(0, dtype=np.int64)
-    ordered = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
-    return TokenLogprob(token, float(logprobs[token]), tuple((int(t), float(logprobs[t])) for t in ordered))

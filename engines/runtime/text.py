@@ -45,6 +45,9 @@ class Released:
         return Released(self.text + more.text, self.logprobs + more.logprobs)
 
 
+NOTHING = Released("")
+
+
 class TextAssembler:
     """Takes tokens one by one and releases text as soon as it is safe. `stopped` is set once a stop string was met."""
 

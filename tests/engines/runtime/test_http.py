@@ -53,7 +53,9 @@ def test_the_official_client_gets_an_answer_with_usage(smollm2_engine: EnginePro
 
 
 def test_a_stream_carries_the_same_text_as_the_whole_answer(smollm2_engine: EngineProcess) -> None:
+    # Computed anew both times: after a reused prefix other batch shapes may decide a near tie.
     arguments: dict[str, Any] = {"model": "x", "messages": HELLO, "max_tokens": 30, "temperature": 0}
+    arguments["extra_body"] = {"cache_prompt": False}
     whole = client(smollm2_engine).chat.completions.create(**arguments)
     chunks = list(
         client(smollm2_engine).chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
@@ -95,6 +97,7 @@ def test_eight_clients_at_once_get_each_their_own_answer(smollm2_engine: EngineP
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(smollm2_engine: EngineProcess) -> None:
     messages = [{"role": "user", "content": "Count from one to ten in words."}]
     arguments: dict[str, Any] = {"model": "x", "messages": messages, "max_tokens": 60, "temperature": 0}
+    arguments["extra_body"] = {"cache_prompt": False}
     whole = client(smollm2_engine).chat.completions.create(**arguments).choices[0].message.content or ""
     stop = whole[12:18]
     answer = client(smollm2_engine).chat.completions.create(**arguments, stop=[stop]).choices[0]
@@ -111,6 +114,36 @@ def test_log_probabilities_belong_to_the_text(smollm2_engine: EngineProcess) -> 
         assert entry.logprob <= 0
         assert len(entry.top_logprobs) == 3
         assert entry.token == entry.top_logprobs[0].token  # greedy draws the likeliest
+
+
+def test_several_choices_share_their_prompt_and_differ(smollm2_engine: EngineProcess) -> None:
+    messages = [{"role": "user", "content": "Invent a name for a cat. " * 20}]
+    arguments: dict[str, Any] = {
+        "model": "x",
+        "messages": messages,
+        "max_tokens": 12,
+        "temperature": 1.5,
+        "n": 3,
+        "seed": 5,
+    }
+    answer = client(smollm2_engine).chat.completions.create(**arguments)
+    texts = {choice.index: choice.message.content for choice in answer.choices}
+    assert sorted(texts) == [0, 1, 2]
+    assert len(set(texts.values())) > 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 36
+    streamed = dict.fromkeys(range(3), "")
+    stream = client(smollm2_engine).chat.completions.create(
+        **arguments, stream=True, stream_options={"include_usage": True}
+    )
+    reasons = []
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert len(reasons) == 3
+    assert all(streamed.values())
+    smollm2_engine.wait_idle()
 
 
 def test_a_second_turn_reuses_the_first(smollm2_engine: EngineProcess) -> None:

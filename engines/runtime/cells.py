@@ -1,0 +1,136 @@
+"""Sequences of the unified cache and the cells they hold.
+
+llama.cpp keeps one pool of cells; a copied prefix shares its cells, and a cell is free again when its last sequence drops
+it. The ledger here counts the same way, because llama.cpp's C interface does not tell, and because a step that finds no
+cell fails as a whole.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as TokenSequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engines.runtime.llama import Llama
+
+
+def common_prefix(a: TokenSequence[object], b: TokenSequence[object]) -> int:
+    """Length of the longest common prefix. Compares slices, which runs in C, and halves the range where they differ."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class CellLedger:
+    """Reference counts of all cells of one context. Which id a cell has here says nothing about its place in memory."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._holders = np.zeros(count, dtype=np.int32)
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Cells for newly decoded tokens. Raises ValueError beyond what is free: the plan of the step was wrong."""
+        if count > len(self._free):
+            raise ValueError(f"{count} cells wanted, {len(self._free)} are free")
+        split = len(self._free) - count
+        taken = self._free[split:]
+        del self._free[split:]
+        self._holders[taken] = 1
+        return taken
+
+    def share(self, cells: NDArray[np.int32]) -> None:
+        self._holders[cells] += 1
+
+    def drop(self, cells: NDArray[np.int32]) -> None:
+        self._holders[cells] -= 1
+        self._free.extend(cells[self._holders[cells] == 0].tolist())
+
+    def held_alone(self, cells: NDArray[np.int32]) -> int:
+        """How many of these cells would become free if their one holder dropped them."""
+        return int((self._holders[cells] == 1).sum())
+
+    def distinct(self, holdings: Iterable[NDArray[np.int32]]) -> int:
+        """How many different cells these sequences hold together."""
+        seen = np.zeros(self.count, dtype=bool)
+        for cells in holdings:
+            seen[cells] = True
+        return int(seen.sum())
+
+
+class Sequence:
+    """One sequence id of the context: the tokens whose state it holds, in position order, and their cells."""
+
+    def __init__(self, index: int, llama: Llama, ledger: CellLedger) -> None:
+        self.index = index
+        self.llama = llama
+        self.tokens: list[int] = []
+        self._cells = array("i")
+        self._ledger = ledger
+
+    @property
+    def cells(self) -> NDArray[np.int32]:
+        """A view of the cells in position order; valid until the sequence changes."""
+        return np.frombuffer(self._cells, dtype=np.int32) if self._cells else np.empty(0, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, tokens: list[int]) -> None:
+        """Notes tokens that llama.cpp has just decoded behind the others."""
+        self._cells.extend(self._ledger.take(len(tokens)))
+        self.tokens += tokens
+
+    def cut(self, length: int) -> None:
+        """Keeps the first `length` tokens; everything goes where the memory cannot drop a suffix (recurrent state)."""
+        if length >= len(self.tokens):
+            return
+        if length > 0 and self.llama.keep_prefix(self.index, length):
+            self._ledger.drop(self.cells[length:])
+            self._cells = self._cells[:length]
+            del self.tokens[length:]
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        self.llama.clear(self.index)
+        self._ledger.drop(self.cells)
+        self.tokens, self._cells = [], array("i")
+
+    def share_prefix(self, source: Sequence, length: int) -> None:
+        """Takes over the first `length` tokens of `source` without computing or copying. Clears this sequence first.
+
+        With recurrent state `source` must end just there, since its state is the one that is shared.
+        """
+        self.clear()
+        self.llama.share(source.index, self.index, length)
+        self._cells = source._cells[:length]
+        self._ledger.share(self.cells)
+        self.tokens = source.tokens[:length]
+
+    def load(self, state: NDArray[np.uint8], tokens: list[int]) -> bool:
+        """Replaces the content by an exported state of `tokens`. False, and empty, when llama.cpp refuses it."""
+        self.clear()
+        if len(tokens) > self._ledger.free or not self.llama.import_state(self.index, state):
+            # After a refused import a hybrid's old recurrent state may survive; only a full removal is safe.
+            self.llama.clear(self.index)
+            return False
+        self._cells = array("i", self._ledger.take(len(tokens)))
+        self.tokens = list(tokens)
+        return True
+
+    def cells_alone(self) -> int:
+        """Cells that clearing this sequence would free."""
+        return self._ledger.held_alone(self.cells)

@@ -1,0 +1,219 @@
+"""Reuse of computed prefixes: which sequence or host entry holds most of a prompt, and which slot should run it.
+
+A dense model's prefix may end anywhere, also inside a busy slot's sequence: sharing it is free in a unified cache. Where a
+memory cannot drop a suffix (recurrent state), a prefix can be reused only where some sequence still stands: at the end of an
+idle slot's, or at a checkpoint, which is a sequence that was shared off a slot at a cut and never runs itself. A memory that
+forgets what lies behind a sliding window cannot share at all: a shared cell is never given back, also where it lies behind
+both windows. There the checkpoints are whole states in host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engines.runtime.cells import CellLedger, Sequence, common_prefix
+from engines.runtime.generation import Generation
+from engines.runtime.host_cache import MIN_TOKENS, HostCache, HostEntry
+from engines.runtime.llama import Llama
+from engines.runtime.slots import Slot
+from engines.wire import EngineConfig
+
+# A source slot whose tail is at most this share of what it lends is overwritten: the tail is then most likely an answer that
+# the client edited away. A longer tail is another conversation and keeps its slot.
+DEAD_TAIL_SHARE = 0.25
+MAX_CHECKPOINTS_PER_LINEAGE = 3
+# Waiting for another generation that computes the same prefix pays from here on.
+WORTH_WAITING_TOKENS = 64
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A frozen sequence; empty when unused."""
+
+    sequence: Sequence
+    used_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where `length` leading tokens of a prompt can be had: a sequence of the context, or a host entry, or nowhere (0)."""
+
+    length: int = 0
+    sequence: Sequence | None = None
+    entry: HostEntry | None = None
+
+
+class PrefixCache:
+    """All sequences of a context. Used by the core's thread only."""
+
+    def __init__(self, llama: Llama, config: EngineConfig) -> None:
+        self.ledger = CellLedger(config.cells)
+        # A memory that can be cut anywhere needs no checkpoints.
+        self.cuts_anywhere = not llama.needs_checkpoints
+        self.can_share = not llama.forgets_window
+        self._llama = llama
+        self._spacing_tokens = config.checkpoint_spacing_tokens
+        sequences = [Sequence(index, llama, self.ledger) for index in range(config.sequences)]
+        running = config.decoding_sequences
+        self.slots = [
+            Slot(i, sequences[i], has_raw_logits=not config.samples_on_device or i >= config.slots)
+            for i in range(running)
+        ]
+        in_context = self.can_share and not self.cuts_anywhere
+        self.checkpoints = [Checkpoint(sequence) for sequence in sequences[running:] if in_context]
+        # llama.cpp exports of a windowed layer only what its last token can see.
+        whole_only = llama.has_recurrent_state or llama.window_tokens > 0
+        self.host = HostCache(config.host_cache_bytes, cuts_anywhere=not whole_only)
+
+    # --- where a prefix is ----------------------------------------------------------------------
+
+    def best_source(self, tokens: list[int]) -> Source:
+        """The longest reusable prefix of `tokens`; one token is always left to decode, since a state holds no logits."""
+        best = Source()
+        for sequence in self._still_sequences():
+            length = self._usable(sequence, tokens)
+            if length > best.length:
+                best = Source(length, sequence)
+        entry, length = self.host.best(tokens)
+        # Loading costs time that sharing does not, so it must save something.
+        return Source(length, entry=entry) if entry and length >= best.length + MIN_TOKENS else best
+
+    def _still_sequences(self) -> Iterable[Sequence]:
+        """Sequences that may lend a prefix: a busy slot's moves on, which matters only where it cannot be cut."""
+        yield from (slot.sequence for slot in self.slots if self.cuts_anywhere or slot.idle)
+        yield from (checkpoint.sequence for checkpoint in self.checkpoints)
+
+    def _usable(self, sequence: Sequence, tokens: list[int]) -> int:
+        shared = min(common_prefix(sequence.tokens, tokens), len(tokens) - 1)
+        if shared == len(sequence):
+            return shared
+        if self._llama.has_recurrent_state:
+            return 0
+        window = self._llama.window_tokens
+        if not window:
+            return shared
+        # Also where windows are kept whole: a state that came back from host memory brought its last window only.
+        return shared if self._llama.first_position(sequence.index) <= max(0, shared - window) else 0
+
+    def leader(self, generation: Generation, at_hand: int) -> Generation | None:
+        """A running generation that is about to compute a longer prefix of this one than is at hand; None if there is none.
+
+        Where prefixes cannot be cut anywhere, the leader is asked to leave a checkpoint at the fork.
+        """
+        for slot in self.slots:
+            leader = slot.generation
+            if leader is None or slot.decoding or not leader.reuse_prefix:
+                continue
+            fork = min(common_prefix(leader.tokens, generation.tokens), len(generation.tokens) - 1)
+            done = len(slot.sequence)
+            # Whoever has everything that the leader has so far waits for the rest too, or it would leave just before the end.
+            worth = WORTH_WAITING_TOKENS if at_hand != done else 1
+            if fork - at_hand < worth or done >= fork:
+                continue
+            if not self.cuts_anywhere:
+                nowhere = not self.checkpoints if self.can_share else not self.host.budget_bytes
+                if nowhere or fork >= len(leader.tokens):
+                    continue
+                leader.add_cut(fork)
+            return leader
+        return None
+
+    # --- where a generation runs ----------------------------------------------------------------
+
+    def best_slot(self, source: Source, *, raw_logits: bool) -> Slot | None:
+        """The idle slot that loses least: the source's own if its tail is dead, an empty one, else the longest unused."""
+        idle = [slot for slot in self.slots if slot.idle and slot.has_raw_logits == raw_logits]
+        own = next((slot for slot in idle if slot.sequence is source.sequence), None)
+        tail = len(own.sequence) - source.length if own is not None else 0
+        if own is not None and (not self.can_share or tail <= DEAD_TAIL_SHARE * source.length):
+            return own
+        others = [slot for slot in idle if slot is not own]
+        if not others:
+            return own
+        return min(others, key=lambda slot: (len(slot.sequence) > 0, slot.used_at))
+
+    def prepare(self, slot: Slot, source: Source) -> None:
+        """Brings the source's prefix into the slot's sequence; what the slot held goes to host memory if it is worth it."""
+        sequence = slot.sequence
+        if source.sequence is sequence:
+            sequence.cut(source.length)
+            return
+        self._put_away(sequence)
+        if source.sequence is not None:
+            sequence.share_prefix(source.sequence, source.length)
+            self._touch(source.sequence)
+        elif source.entry is not None:
+            self.make_room(len(source.entry.tokens))
+            if sequence.load(source.entry.state, source.entry.tokens):
+                self.host.used(source.entry)
+                sequence.cut(source.length)
+            else:
+                self.host.forget(source.entry)
+
+    def _put_away(self, sequence: Sequence) -> None:
+        if sequence.cells_alone() >= MIN_TOKENS:
+            self.host.save(sequence)
+        sequence.clear()
+
+    def _touch(self, sequence: Sequence) -> None:
+        holders: list[Slot | Checkpoint] = [*self.slots, *self.checkpoints]
+        for holder in holders:
+            if holder.sequence is sequence:
+                holder.used_at = time.monotonic()
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def checkpoint(self, slot: Slot) -> None:
+        """Keeps the slot's present state, if there is a place for it. Costs microseconds and no cells where it is shared."""
+        tokens = slot.sequence.tokens
+        if not self.can_share:
+            self.host.save(slot.sequence)
+            return
+        if not self.checkpoints or any(c.sequence.tokens == tokens for c in self.checkpoints):
+            return
+        self._thin(tokens)
+        place = min(self.checkpoints, key=lambda c: (len(c.sequence) > 0, c.used_at))
+        self._put_away(place.sequence)
+        place.sequence.share_prefix(slot.sequence, len(tokens))
+        place.used_at = time.monotonic()
+
+    def _thin(self, tokens: list[int]) -> None:
+        """Drops earlier checkpoints of the same conversation that the new one makes superfluous; the first one stays."""
+        lineage = sorted(
+            (c for c in self.checkpoints if len(c.sequence) and tokens[: len(c.sequence)] == c.sequence.tokens),
+            key=lambda c: len(c.sequence),
+        )
+        middle = lineage[1:]
+        for checkpoint in middle:
+            if len(tokens) - len(checkpoint.sequence) < self._spacing_tokens:
+                checkpoint.sequence.clear()
+        middle = [checkpoint for checkpoint in middle if len(checkpoint.sequence)]
+        for checkpoint in middle[: max(0, len(middle) - (MAX_CHECKPOINTS_PER_LINEAGE - 2))]:
+            checkpoint.sequence.clear()
+
+    # --- cells ----------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.idle]
+
+    def promised_cells(self) -> int:
+        """Cells that running generations hold or will need before their next token."""
+        busy = self.busy
+        held = self.ledger.distinct(slot.sequence.cells for slot in busy)
+        return held + sum(slot.todo_tokens + 1 for slot in busy)
+
+    def make_room(self, cells: int) -> bool:
+        """Empties idle slots and checkpoints, the longest unused first, until `cells` are free. False if that was not enough."""
+        if self.ledger.free >= cells:
+            return True
+        holders: list[Slot | Checkpoint] = [slot for slot in self.slots if slot.idle]
+        holders += self.checkpoints
+        for holder in sorted(holders, key=lambda holder: holder.used_at):
+            if self.ledger.free >= cells:
+                break
+            if len(holder.sequence):
+                self._put_away(holder.sequence)
+        return self.ledger.free >= cells

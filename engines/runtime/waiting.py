@@ -1,0 +1,57 @@
+"""The line in front of the slots: bounded, by priority, and fair between owners. Thread-safe."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from engines.errors import QueueFull
+from engines.runtime.generation import Generation
+
+
+class WaitingLine:
+    """Generations that no slot has taken yet. `changed` is notified whenever one arrives."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.changed = threading.Condition()
+        self._waiting: list[Generation] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, generations: list[Generation], idle_slots: int) -> None:
+        """Adds all or none. Raises QueueFull beyond the limit; an idle slot takes the first in line at once, so it adds one."""
+        with self.changed:
+            if len(self._waiting) + len(generations) > self.limit + idle_slots:
+                raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {self.limit}.")
+            self._waiting += generations
+            self.changed.notify()
+
+    def put_back(self, generation: Generation) -> None:
+        """A generation that had to give way; never refused."""
+        with self.changed:
+            self._waiting.append(generation)
+
+    def remove(self, generation: Generation) -> None:
+        with self.changed:
+            self._waiting.remove(generation)
+
+    def in_order(self, running: Counter[str]) -> list[Generation]:
+        """By priority (lower first); then whoever's owner runs least; then by arrival. A preempted one keeps its arrival."""
+        with self.changed:
+            waiting = list(self._waiting)
+        return sorted(waiting, key=lambda g: (g.priority, running[g.owner], g.queued_at))
+
+    def take_ended(self, now: float) -> list[Generation]:
+        """Removes and returns those that were cancelled or whose deadline has passed."""
+        with self.changed:
+            ended = [g for g in self._waiting if g.cancelled or now > g.deadline_at]
+            for generation in ended:
+                self._waiting.remove(generation)
+        return ended
+
+    def take_all(self) -> list[Generation]:
+        with self.changed:
+            waiting, self._waiting = self._waiting, []
+        return waiting
