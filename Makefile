@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: run test soak lint clean system-packages
+.PHONY: run test soak lint peer bench clean system-packages
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,6 +26,14 @@ lint: $(STAMPS)/dev
 	$(BIN)/lint-imports
 	$(BIN)/python manage.py check
 	$(BIN)/python manage.py makemigrations --check --dry-run
+
+# llama-server and its benches, from the source that the pinned bindings carry.
+peer: $(STAMPS)/venv
+	@$(BIN)/python native/build_peer.py requirements/llama.txt build/peer
+
+bench: peer $(STAMPS)/llama $(STAMPS)/run
+	$(BIN)/python -m bench engine
+	$(BIN)/python -m bench prefix
 
 # Leaves HYDRA_HOME alone; pip's own cache keeps the llama.cpp build.
 clean:

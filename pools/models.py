@@ -1,8 +1,12 @@
 """Rows of hosts, their devices, and the models they could run. Only `pools.services` writes them."""
 
+from typing import Any
+
+from django.core.exceptions import ValidationError
 from django.db import models
 
 from pools.choices import GpuKind, HostState
+from pools.generation_defaults import GenerationDefaults
 
 
 class Host(models.Model):
@@ -50,6 +54,16 @@ class Gpu(models.Model):
         return f"{self.host.name}/{self.kind}{self.index}"
 
 
+def check_generation_defaults(value: Any) -> None:
+    """A validator of Model.generation_defaults."""
+    if not isinstance(value, dict):
+        raise ValidationError("This must be a JSON object.")
+    try:
+        GenerationDefaults.from_dict(value)
+    except ValueError as error:
+        raise ValidationError(str(error)) from error
+
+
 class Model(models.Model):
     """A name that users ask for. At most one is the default, which serves requests that name none."""
 
@@ -57,6 +71,12 @@ class Model(models.Model):
     display_name = models.CharField(max_length=200, blank=True)
     is_default = models.BooleanField(default=False)
     context_tokens = models.PositiveIntegerField(default=0, help_text="Longest context any variant was trained for.")
+    generation_defaults = models.JSONField(
+        default=dict,
+        blank=True,
+        validators=[check_generation_defaults],
+        help_text="What requests that do not say get: max_tokens, temperature, top_p, top_k, min_p. Read at an engine's start.",
+    )
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:

@@ -11,6 +11,7 @@ from django.utils import timezone
 
 from pools.choices import HostState
 from pools.events import publish_on_commit
+from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader
 from pools.models import Gpu, Host, Model, Variant
 from pools.probe import GpuReading, HostReading
@@ -142,6 +143,7 @@ def register_gguf(
     header: GgufHeader,
     content_digest: str,
     display_name: str = "",
+    defaults: GenerationDefaults | None = None,
     make_default: bool = False,
 ) -> VariantView:
     """Write a model and its variant for the GGUF at `path`; the same content under the same name is written only once.
@@ -162,7 +164,11 @@ def register_gguf(
     with transaction.atomic():
         model, _ = Model.objects.get_or_create(
             name=name,
-            defaults={"display_name": display_name or header.name or name, "context_tokens": context_train_tokens},
+            defaults={
+                "display_name": display_name or header.name or name,
+                "context_tokens": context_train_tokens,
+                "generation_defaults": (defaults or GenerationDefaults()).as_dict(),
+            },
         )
         variant, _ = Variant.objects.update_or_create(model=model, content_digest=content_digest, defaults=values)
         if make_default or not Model.objects.filter(is_default=True).exists():
@@ -182,10 +188,12 @@ def set_default_model(name: str) -> bool:
     return True
 
 
-def rename_model(model_id: int, display_name: str) -> bool:
-    """Change the name that pages show for a model; False when the row is gone."""
+def change_model(model_id: int, *, display_name: str, generation_defaults: dict[str, Any]) -> bool:
+    """Change the name that pages show for a model, and its defaults (engines read those at their start); False when the
+    row is gone. Raises ValueError for defaults that cannot be used."""
+    checked = GenerationDefaults.from_dict(generation_defaults).as_dict()
     with transaction.atomic():
-        changed = Model.objects.filter(pk=model_id).update(display_name=display_name)
+        changed = Model.objects.filter(pk=model_id).update(display_name=display_name, generation_defaults=checked)
         if changed:
             publish_on_commit("model", model_id)
     return bool(changed)

@@ -196,9 +196,10 @@ class EngineServer:
                 f"The prompt has {len(prompt.tokens)} tokens; the context holds {limit}, the answer included.",
                 param="messages",
             )
-        params = SamplingParams.of(body, llama.vocabulary.size, llama.vocabulary.end_tokens)
+        params = SamplingParams.of(body, self.config, llama.vocabulary.size, llama.vocabulary.end_tokens)
         if self.config.samples_on_device and not self.config.whole_vocabulary_slots:
             self._refuse_whole_vocabulary(params)
+        wanted = body.max_new_tokens or self.config.default_max_tokens or limit
         mailbox = Mailbox()
         now = time.monotonic()
         generations = [
@@ -207,7 +208,7 @@ class EngineServer:
                 prompt=prompt.tokens,
                 params=replace(params, seed=(params.seed + index) & SEED_MASK),
                 stops=body.stops,
-                max_new_tokens=min(body.max_new_tokens or limit, limit - len(prompt.tokens)),
+                max_new_tokens=min(wanted, limit - len(prompt.tokens)),
                 mailbox=mailbox,
                 deadline_at=now + self.config.request_deadline_s,
                 choice=index,

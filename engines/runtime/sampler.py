@@ -22,11 +22,13 @@ from engines.api_schema import ChatRequest
 from engines.errors import InvalidRequest
 from engines.runtime.candidates import log_probabilities, top_candidates
 from engines.runtime.llama import Llama
+from engines.wire import EngineConfig
 
 SEED_MASK = 0xFFFF_FFFF
 # Tokens that a DRY penalty may push down, on top of those that the plain penalties know.
 DRY_SPARE_CANDIDATES = 64
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_FROM_CONFIG = ("temperature", "top_k", "top_p", "min_p")
 _FIELDS = (
     "temperature",
     "top_k",
@@ -78,8 +80,13 @@ class SamplingParams:
     top_logprobs: int | None = None
 
     @classmethod
-    def of(cls, request: ChatRequest, vocabulary_size: int, end_tokens: frozenset[int]) -> SamplingParams:
-        """Raises InvalidRequest for a biased token id beyond the vocabulary, which would abort llama.cpp."""
+    def of(
+        cls, request: ChatRequest, config: EngineConfig, vocabulary_size: int, end_tokens: frozenset[int]
+    ) -> SamplingParams:
+        """What the request says, and the engine's defaults where it does not.
+
+        Raises InvalidRequest for a biased token id beyond the vocabulary, which would abort llama.cpp.
+        """
         bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
         for token in bias:
             if token >= vocabulary_size:
@@ -88,7 +95,8 @@ class SamplingParams:
                 )
         if request.ignore_eos:
             bias.update(dict.fromkeys(end_tokens, float("-inf")))
-        given = {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
+        given: dict[str, Any] = {name: getattr(config, f"default_{name}") for name in _FROM_CONFIG}
+        given |= {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
         if request.dry_sequence_breakers is not None:
             given["dry_sequence_breakers"] = tuple(request.dry_sequence_breakers)
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbits(31)

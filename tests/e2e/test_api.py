@@ -59,7 +59,7 @@ def test_plain_curl_gets_text_usage_and_a_reason(stack: Stack) -> None:
     assert status == 200
     assert answer["choices"][0]["message"]["content"]
     assert answer["choices"][0]["finish_reason"] in ("stop", "length")
-    assert answer["usage"]["completion_tokens"] > 0
+    assert 0 < answer["usage"]["completion_tokens"] <= 512  # the model's own bound, not the whole context
     assert answer["model"] == "smollm2-135m"
 
 

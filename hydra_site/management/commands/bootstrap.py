@@ -80,6 +80,7 @@ def register_default_model() -> VariantView:
         header=model.header,
         content_digest=model.sha256,
         display_name=entry.display_name,
+        defaults=entry.defaults,
         make_default=True,
     )
 

@@ -16,7 +16,7 @@ from hydra_site.addresses import use_database
 from hydra_site.supervisor.borrow import services as borrowed_services
 from hydra_site.supervisor.errors import SupervisorError
 from pools import catalogue, services
-from pools.catalogue import CATALOGUE, InspectedModel
+from pools.catalogue import CATALOGUE, CatalogueEntry, InspectedModel
 from pools.errors import PoolError
 from pools.gguf_header import describe
 
@@ -47,16 +47,21 @@ class Command(BaseCommand):
         if not name.isprintable() or not 1 <= len(name) <= MAX_NAME_CHARS:
             raise CommandError(f"--name takes 1 to {MAX_NAME_CHARS} printable characters")
         _show(console, name, model)
-        self._register(name, model, "" if by_path else catalogue.lookup(wanted).display_name)
+        self._register(name, model, None if by_path else catalogue.lookup(wanted))
 
-    def _register(self, name: str, model: InspectedModel, display_name: str) -> None:
+    def _register(self, name: str, model: InspectedModel, entry: CatalogueEntry | None) -> None:
         try:
             with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, _):
                 use_database(database_url)
                 # The database of a home that never ran is empty.
                 call_command("migrate", interactive=False, verbosity=0)
                 services.register_gguf(
-                    name, model.header.path, header=model.header, content_digest=model.sha256, display_name=display_name
+                    name,
+                    model.header.path,
+                    header=model.header,
+                    content_digest=model.sha256,
+                    display_name=entry.display_name if entry else "",
+                    defaults=entry.defaults if entry else None,
                 )
         except SupervisorError as error:
             self.stderr.write(f"The file is here, but could not be registered: {error.line()}")

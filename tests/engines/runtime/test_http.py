@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -258,6 +259,17 @@ def test_metrics_use_the_names_that_llama_cpp_boards_read(tiny: EngineProcess) -
     for name in ("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:requests_processing"):
         assert f"\n{name} " in text
     assert "hydra_engine_time_to_first_token_seconds_bucket" in text
+
+
+def test_an_answer_without_a_limit_ends_at_the_engines_own(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    settings = {"default_max_tokens": 7, "default_temperature": 0.0}
+    with EngineProcess(tmp_path, tiny_model("llama", tie_free=True).path, **settings) as engine:
+        first, second = (post(engine, {"messages": HELLO})[1] for _ in range(2))
+        assert first["usage"]["completion_tokens"] == 7
+        assert first["choices"] == second["choices"]
+        assert post(engine, {"messages": HELLO, "max_tokens": 9})[1]["usage"]["completion_tokens"] == 9
 
 
 def test_models_and_slots_describe_what_runs(tiny: EngineProcess) -> None:

@@ -1,0 +1,1 @@
+"""The measurements on a machine with a GPU and without any package registry: `pack` here, `run.sh` there."""

@@ -1,0 +1,313 @@
+"""Builds for the card, writes the model and runs the benches, stage by stage; `run.sh` sets up Python and calls this.
+
+    bash run.sh [--limit-s 560] [--out DIR] [--tiny] [--model NAME] [--binaries DIR] STAGE...
+
+Stages (what an earlier call left in the work folder is used again):
+  prepare       build llama.cpp for the card and write the model, both at once
+  short-greedy  1, 8, 32 streams, contexts of 128 tokens, greedy, next to batched-bench
+  short-topk    the same with top-k/top-p sampling
+  long-greedy   contexts of 8,192 tokens
+  long-topk
+  prefix        five-turn conversations
+
+No stage begins or goes on past --limit-s; what was measured until then counts. After every stage results.json, tables.txt
+and logs.tar.xz are written to --out ($OUT), and at the end one table of all that the work folder holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench import ceiling
+from bench.grid import COLUMNS, CellResults, table_row
+from bench.measures import median
+from bench.report import print_table
+from bench.vocabulary import ROOT
+from native import build_peer
+
+PEER = ROOT / "build" / "peer"
+LEAST_STAGE_S = 20.0
+END_S = 15.0
+LOCALE_SYMBOLS = ("_ZNSt6localeC1Ev", "_ZNSt6localeD1Ev", "_ZNSt6locale7classicEv")  # of libstdc++ itself
+# The short grid tries more of llama-server's forms; the long one, whose rounds take minutes, the two that can win there.
+SHORT_FORMS = "unified+bare+bs,default+bare+bs,unified+bare,default"
+LONG_FORMS = "unified+bare+bs,default+bare+bs"
+SHORT = ["--streams", "1,8,32", "--context", "128", "--new-tokens", "128", "--rounds", "2", "--peer-forms", SHORT_FORMS]
+LONG = ["--streams", "1,8,32", "--context", "8192", "--new-tokens", "64", "--rounds", "1", "--peer-forms", LONG_FORMS]
+TINY = ["--streams", "1,2", "--context", "48", "--new-tokens", "8", "--rounds", "1", "--peer-forms", LONG_FORMS]
+BENCHES: dict[str, list[str]] = {
+    "short-greedy": ["engine", *SHORT, "--sampling", "greedy", "--ceiling"],
+    "short-topk": ["engine", *SHORT, "--sampling", "topk"],
+    "long-greedy": ["engine", *LONG, "--sampling", "greedy", "--ceiling"],
+    "long-topk": ["engine", *LONG, "--sampling", "topk"],
+    "prefix": ["prefix", "--rounds", "1"],
+}
+ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=2048", "--set", "micro_batch_tokens=512"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the script: where everything lies, and when it must be over."""
+
+    bundle: Path
+    work: Path
+    out: Path | None
+    model: str
+    tiny: bool
+    binaries: Path | None
+    ends_at: float
+    compute_capability: str | None
+
+    @property
+    def left_s(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    @property
+    def results(self) -> Path:
+        return self.work / "results"
+
+    @property
+    def logs(self) -> Path:
+        return self.work / "logs"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("stages", nargs="+", choices=["prepare", *BENCHES], metavar="STAGE")
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=560, help="time for this call")
+    parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for results (default $OUT)")
+    parser.add_argument("--model", default="synthetic:35b-a3b")
+    parser.add_argument("--tiny", action="store_true", help="cells of a second, to try the script out")
+    parser.add_argument(
+        "--binaries", type=Path, help="folder of built binaries and libraries to use instead of building"
+    )
+    options = parser.parse_args(arguments)
+    call = Call(
+        options.bundle,
+        options.work,
+        Path(options.out) if options.out else None,
+        options.model,
+        options.tiny,
+        options.binaries,
+        time.monotonic() + options.limit_s,
+        compute_capability(),
+    )
+    call.results.mkdir(exist_ok=True)
+    call.logs.mkdir(exist_ok=True)
+    card = f"compute capability {call.compute_capability}" if call.compute_capability else "CPU only"
+    print(f"{card}; stages: {', '.join(options.stages)}; {options.limit_s:.0f} s", flush=True)
+    outcomes = [_stage(name, call) for name in options.stages]
+    print_all(call)
+    return 0 if all(outcomes) else 1
+
+
+def _stage(name: str, call: Call) -> bool:
+    """Runs one stage if there is time; says how it went."""
+    if call.left_s < LEAST_STAGE_S:
+        print(f"== {name}: not begun, {call.left_s:.0f} s left", flush=True)
+        return False
+    started = time.monotonic()
+    print(f"== {name}", flush=True)
+    done = prepare(call) if name == "prepare" else bench(name, call)
+    print(f"== {name}: {'done' if done else 'FAILED or cut short'} in {time.monotonic() - started:.0f} s", flush=True)
+    hand_over(call)
+    return done
+
+
+# --- prepare ----------------------------------------------------------------------------------------
+
+
+def compute_capability() -> str | None:
+    """Of the first card, as 9.0; None where there is no card."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    lines = result.stdout.split()
+    return lines[0] if result.returncode == 0 and lines else None
+
+
+def prepare(call: Call) -> bool:
+    """Source, binaries and model; the build and the model's writer run side by side."""
+    unpack(call)
+    with _running([sys.executable, "-m", "bench", "model", call.model], call.logs / "model.log") as writer:
+        built = call.binaries is not None or (PEER / "built").exists() or build(call)
+        if call.binaries is not None:
+            _link(PEER / "bin", call.binaries.resolve())
+        written = _wait(writer, call) == 0
+    _link(call.work / "site" / "llama_cpp" / "lib", PEER / "bin")
+    for name, done in (("build", built), ("model", written)):
+        if not done:
+            print((call.logs / f"{name}.log").read_text(errors="replace")[-3000:])
+    return built and written
+
+
+def unpack(call: Call) -> None:
+    """llama.cpp to where `make peer` would put it, its bindings beside the wheels."""
+    source = PEER / "source" / "bundle" / "vendor"
+    if (source / "llama.cpp").exists():
+        return
+    with tarfile.open(call.bundle / "source.tar.xz") as archive:
+        archive.extractall(source, filter="data")
+    shutil.move(source / "llama_cpp", call.work / "site" / "llama_cpp")
+
+
+def build(call: Call) -> bool:
+    """Compiles in a process of its own, so that its output lands in a log and its time is bounded."""
+    flags: tuple[str, ...] = ()
+    if call.compute_capability:
+        arch = call.compute_capability.replace(".", "")
+        flags = ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={arch}")
+    code = "import sys; from pathlib import Path; from native.build_peer import build; "
+    code += "build(Path(sys.argv[1]), Path(sys.argv[2]), tuple(sys.argv[3:]))"
+    source = PEER / "source" / "bundle" / "vendor" / "llama.cpp"
+    command = [sys.executable, "-c", code, str(source), str(PEER), *flags]
+    with _running(command, call.logs / "build.log") as process:
+        done = _wait(process, call) == 0
+    if done and all((PEER / "bin" / name).exists() for name in build_peer.TARGETS):
+        (PEER / "built").write_text(" ".join(flags))
+        return True
+    return False
+
+
+def _link(path: Path, target: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+
+
+# --- benches ----------------------------------------------------------------------------------------
+
+
+def bench(name: str, call: Call) -> bool:
+    """One `python -m bench …`, its output shown and kept, its details in results/NAME.json as far as it came."""
+    command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", call.model, "--logs", str(call.logs / name)]
+    command += ["--out", str(call.results / f"{name}.json")]
+    command += ON_A_CARD if call.compute_capability else []
+    if BENCHES[name][0] == "engine":
+        # a server that begins late would be cut off in its cells
+        command += ["--budget-s", str(max(1.0, call.left_s * 0.8))]
+        command += TINY if call.tiny else []
+    elif call.tiny:
+        command += ["--conversations", "1", "--system-words", "200", "--answer-tokens", "4"]
+    text = call.results / f"{name}.txt"
+    (call.results / f"{name}.json").unlink(missing_ok=True)  # of an earlier call: must not pass for this one's
+    environment = {**os.environ, **standard_library_environment()}
+    with _running(command, text, environment) as process:
+        code = _wait(process, call)
+    print(text.read_text(errors="replace")[-6000:], flush=True)
+    return code == 0
+
+
+def standard_library_environment() -> dict[str, str]:
+    """Libraries that carry libstdc++ inside and export it clash with the process's own; loading that one first helps."""
+    if shutil.which("nm"):
+        library = PEER / "bin" / "libllama.so"
+        listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+        if not any(f" {name}\n" in listed.stdout for name in LOCALE_SYMBOLS):
+            return {}
+    own = subprocess.run(["c++", "-print-file-name=libstdc++.so.6"], capture_output=True, text=True).stdout.strip()
+    found = [path for path in (own, "/usr/lib/x86_64-linux-gnu/libstdc++.so.6") if path and Path(path).is_file()]
+    print(f"libllama.so exports libstdc++; LD_PRELOAD={found[0] if found else 'nothing found'}", flush=True)
+    return {"LD_PRELOAD": found[0]} if found else {}
+
+
+# --- processes ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _running(command: list[str], log: Path, environment: dict[str, str] | None = None) -> Any:
+    """A process that ends with the block, and with it all that it started."""
+    with log.open("wb") as output:
+        process = psutil.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        try:
+            yield process
+        finally:
+            _end(process)
+
+
+def _end(process: psutil.Popen) -> None:
+    """Compilers and servers too: some of them leave their parent's process group."""
+    if not process.is_running():
+        return
+    family = [process, *process.children(recursive=True)]
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.terminate()
+    for member in psutil.wait_procs(family, timeout=3)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(10)
+
+
+def _wait(process: psutil.Popen, call: Call) -> int | None:
+    """The exit code, or None once the call's time is nearly over."""
+    try:
+        code: int | None = process.wait(max(1.0, call.left_s - END_S))
+    except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
+        return None
+    return code
+
+
+# --- results ----------------------------------------------------------------------------------------
+
+
+def hand_over(call: Call) -> None:
+    """Puts everything measured so far into three files of the results' folder."""
+    if call.out is None:
+        return
+    call.out.mkdir(parents=True, exist_ok=True)
+    (call.out / "results.json").write_text(json.dumps(_details(call), indent=1))
+    texts = [f"== {path.stem}\n{path.read_text(errors='replace')}" for path in sorted(call.results.glob("*.txt"))]
+    (call.out / "tables.txt").write_text("\n".join(texts))
+    with tarfile.open(call.out / "logs.tar.xz", "w:xz") as archive:
+        archive.add(call.logs, "logs")
+
+
+def _details(call: Call) -> dict[str, Any]:
+    return {path.stem: json.loads(path.read_text()) for path in sorted(call.results.glob("*.json"))}
+
+
+def print_all(call: Call) -> None:
+    """One table of every cell that the work folder has results of, then the reuse of each model."""
+    details = _details(call)
+    engines = [details[name] for name in BENCHES if name in details and BENCHES[name][0] == "engine"]
+    ceilings = [row for one in engines for row in one["ceiling"]]
+    measured = [CellResults.from_dict(cell) for one in engines for cell in one["cells"] if cell["rounds"]]
+    rows = [[*table_row(results), ceiling.rate(ceilings, results.cell)] for results in measured]
+    if rows:
+        print_table(f"{call.model}: Hydra and llama-server", [*COLUMNS, "ceiling"], rows)
+    for model, forms in details.get("prefix", {}).items():
+        print(f"prefix, {model}: ", end="")
+        _print_reuse(forms)
+
+
+def _print_reuse(forms: dict[str, list[dict[str, Any]]]) -> None:
+    texts = []
+    for form, turns in forms.items():
+        later = [turn for turn in turns if turn["turn"] > 0]
+        share = sum(turn["cached_tokens"] for turn in later) / sum(turn["reusable_tokens"] for turn in later)
+        first_ms = (median([turn["first_token_s"] for turn in later]) or 0.0) * 1000
+        texts.append(f"{form} cached {share:.3f}, first token {first_ms:.1f} ms")
+    print("; ".join(texts))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
