@@ -46,8 +46,8 @@ class EngineConfig:
     slots: int = 4
     context_tokens: int = 4096
     cache_tokens: int = 0
-    batch_tokens: int = 128
-    micro_batch_tokens: int = 128
+    batch_tokens: int = 512
+    micro_batch_tokens: int = 512
     threads: int = 0
     gpu_layers: int = 0
     main_gpu: int = 0

@@ -26,6 +26,7 @@ from bench.vocabulary import ROOT, TEMPLATE_FILE, VOCABULARY_FILE, llama_source
 LIMIT_BYTES = 60 * 2**20
 ROOTS = (
     "aiohttp",
+    "uvloop",
     "pydantic",
     "prometheus-client",
     "jinja2",

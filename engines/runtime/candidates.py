@@ -20,8 +20,14 @@ def top_candidates(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.
     """
     size = logits.shape[0]
     count = min(count, size)
+    if count == 1:
+        best = int(logits.argmax())  # of a NaN, if there is one
+        if np.isnan(logits[best]):
+            raise NoLogits("the logits hold NaN")
+        return np.array([best], dtype=np.int32), logits[best : best + 1]
     whole = size // BLOCK * BLOCK
-    maxima = logits[:whole].reshape(-1, BLOCK).max(axis=1)
+    # Blocks are columns, so that the maximum runs along whole rows.
+    maxima = logits[:whole].reshape(BLOCK, -1).max(axis=0)
     if np.isnan(maxima).any() or np.isnan(logits[whole:]).any():
         raise NoLogits("the logits hold NaN")
     if count < maxima.shape[0]:

@@ -104,6 +104,7 @@ class EngineCore(threading.Thread):
         self.llama = Llama(self.config, self._threads, self._on_load_progress)
         cache = PrefixCache(self.llama, self.config)
         self._planner = StepPlanner(self.llama, cache, self.config)
+        self._planner.warm_up()
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)

@@ -42,26 +42,50 @@ class Piece:
 
 
 class Mailbox:
-    """Pieces of one request's generations, put and taken on the event loop. Bounded by the answers' length."""
+    """Pieces of one request's generations, put and taken on the event loop, by one reader. Bounded by the answers' length.
+
+    Every token passes here, so waiting costs one future and no timer: a single timer per mailbox looks after silence.
+    """
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent_since = 0.0
 
     def put(self, piece: Piece) -> None:
         self._pieces.append(piece)
-        self._news.set()
+        self._wake()
 
     async def take(self, timeout_s: float) -> list[Piece]:
-        """All pieces that are there, waiting for the first; an empty list after `timeout_s` of silence."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            return []
-        self._news.clear()
+        """All pieces that are there, waiting for the first; an empty list after about `timeout_s` of silence."""
+        if not self._pieces:
+            loop = asyncio.get_running_loop()
+            self._silent_since = loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(timeout_s, self._look, loop, timeout_s)
+            self._reader = loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         pieces, self._pieces = self._pieces, []
         return pieces
+
+    def _look(self, loop: asyncio.AbstractEventLoop, timeout_s: float) -> None:
+        """The timer: wakes the reader after silence, else sets itself again for the rest of it; gone with the reader."""
+        self._timer = None
+        left_s = self._silent_since + timeout_s - loop.time()
+        if self._reader is None:
+            return
+        if left_s > 0:
+            self._timer = loop.call_later(left_s, self._look, loop, timeout_s)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def deliver(outbox: Iterable[tuple[Mailbox, Piece]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -9,6 +10,14 @@ from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
 from engines.wire import EngineConfig
+
+# How long one chunk of a prompt may take: a cancel waits for its end, and so does everybody's next token.
+CHUNK_ALONE_S = 2.0
+CHUNK_SHARED_S = 0.4
+MIN_CHUNK_TOKENS = 32
+WARM_UP_TOKENS = (16, 64)
+
+log = logging.getLogger("hydra.engine.planner")
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,34 @@ class StepPlanner:
     def __init__(self, llama: Llama, cache: PrefixCache, config: EngineConfig) -> None:
         self.batch = Batch(max(config.batch_tokens, config.decoding_sequences))
         self._cache = cache
+        self._llama = llama
         self._alternates = llama.has_recurrent_state
         self._chunk_was_last = False
+        self._decoded_last = False
+        self.alone_tokens = self.shared_tokens = self.batch.capacity
+
+    def warm_up(self) -> None:
+        """Runs two small prompts, which reads the weights in, and sets the chunks' sizes from the second one's speed.
+
+        Powers of two, so that the sizes (and with them the low bits of answers) do not change from start to start.
+        """
+        elapsed_s, tokens = 0.0, 0
+        for tokens in (min(tokens, self.batch.capacity) for tokens in WARM_UP_TOKENS):
+            self.batch.clear()
+            self.batch.add(0, 0, [0] * tokens, output_last=True)
+            started = time.monotonic()
+            status = self._llama.decode(self.batch)
+            # The result is asked for, since a GPU's decode returns before it has computed.
+            self._llama.synchronize()
+            elapsed_s = time.monotonic() - started
+            self._llama.clear(0)
+            if status != 0:
+                log.warning("the warm-up was refused (llama_decode: %d)", status)
+                return
+        rate = tokens / max(elapsed_s, 1e-6)
+        self.alone_tokens = _chunk(rate * CHUNK_ALONE_S, self.batch.capacity)
+        self.shared_tokens = _chunk(rate * CHUNK_SHARED_S, self.batch.capacity)
+        log.info("prompts run at %.0f tokens/s: chunks of %d, shared %d", rate, self.alone_tokens, self.shared_tokens)
 
     def plan(self) -> list[Row]:
         """The rows of the next step; none when no slot has work. There must be a free cell per decoding slot."""
@@ -44,18 +79,21 @@ class StepPlanner:
                 decoding, filling = (decoding, []) if self._chunk_was_last else ([], filling)
         self.batch.clear()
         rows = [self._add(slot, 1) for slot in decoding]
+        room = self.shared_tokens if decoding or self._decoded_last else self.alone_tokens
         for slot in filling:
-            count = slot.next_chunk(self.batch.room)
+            count = slot.next_chunk(min(room, self.batch.room))
             if count and self._cache.make_room(self.batch.count + count):
                 rows.append(self._add(slot, count))
                 slot.used_at = time.monotonic()
+                room -= count
+        self._decoded_last = bool(decoding)
         self._chunk_was_last = bool(filling)
         return rows
 
     def plan_alone(self, slot: Slot) -> list[Row]:
         """The slot's part as a batch of its own."""
         self.batch.clear()
-        return [self._add(slot, slot.next_chunk(self.batch.capacity))]
+        return [self._add(slot, slot.next_chunk(self.shared_tokens))]
 
     def _add(self, slot: Slot, count: int) -> Row:
         assert slot.generation is not None
@@ -64,3 +102,11 @@ class StepPlanner:
         tokens = slot.generation.tokens[start : start + count]
         last = self.batch.add(slot.sequence.index, start, tokens, output_last=draws)
         return Row(slot, count, last, draws)
+
+
+def _chunk(tokens: float, most: int) -> int:
+    """The largest power of two within `tokens`, but no less than MIN_CHUNK_TOKENS and no more than the batch holds."""
+    size = MIN_CHUNK_TOKENS
+    while size * 2 <= tokens:
+        size *= 2
+    return min(size, most)

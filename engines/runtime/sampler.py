@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engines.api_schema import ChatRequest
 from engines.errors import InvalidRequest
-from engines.runtime.candidates import log_probabilities, top_candidates
+from engines.runtime.candidates import NoLogits, log_probabilities, top_candidates
 from engines.runtime.llama import Llama
 from engines.wire import EngineConfig
 
@@ -154,6 +154,9 @@ class Sampler:
         self._bias_values = np.array([value for _, value in params.logit_bias], dtype=np.float32)
         self._greedy = params.temperature == 0
         parts = self._parts()
+        self._table = np.zeros(0, dtype=_CANDIDATE)
+        self._table_pointer: Any = None
+        self._array = llama_cpp.llama_token_data_array()
         self._chain: Any = None
         if parts:
             self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
@@ -216,28 +219,35 @@ class Sampler:
         """The next token from a whole row, shape (vocabulary,). Raises NoLogits for a row of NaN."""
         probabilities = log_probabilities(logits) if self.params.top_logprobs is not None else None
         if self._bias_ids.size:
-            logits = logits.copy()
+            # In place: the row is computed anew before anybody reads it again.
             logits[self._bias_ids] += self._bias_values
-        wanted = self.params.wanted_candidates
+        wanted = self.params.wanted_candidates if self._chain is not None else 1
         token = self._choose(*top_candidates(logits, wanted if wanted is not None else logits.shape[0]))
         return token, None if probabilities is None else self._logprob(probabilities, token)
 
     def draw_from_candidates(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
-        """The next token from candidates of the device, which come in no order."""
+        """The next token from candidates of the device, which come in no order. Raises NoLogits if there is a NaN."""
         if self._bias_ids.size:
             for token, value in self.params.logit_bias:
                 logits[ids == token] += value
-        order = np.lexsort((ids, -logits))
-        return self._choose(ids[order], logits[order])
+        best = logits.argmax()  # of a NaN, if there is one
+        if np.isnan(logits[best]):
+            raise NoLogits("the logits hold NaN")
+        if self._chain is None:
+            return int(ids[best])
+        return self._choose(ids, logits, in_order=False)
 
-    def _choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
+    def _choose(self, ids: NDArray[np.int32], logits: NDArray[np.float32], *, in_order: bool = True) -> int:
         if self._chain is None:
             return int(ids[0])
-        table = np.empty(ids.shape[0], dtype=_CANDIDATE)
+        count = ids.shape[0]
+        if count > self._table.shape[0]:
+            self._table = np.zeros(count, dtype=_CANDIDATE)
+            self._table_pointer = self._table.ctypes.data_as(llama_cpp.llama_token_data_p)
+        table = self._table[:count]
         table["id"], table["logit"], table["p"] = ids, logits, 0
-        array = llama_cpp.llama_token_data_array(
-            data=table.ctypes.data_as(llama_cpp.llama_token_data_p), size=ids.shape[0], selected=-1, sorted=True
-        )
+        array = self._array
+        array.data, array.size, array.selected, array.sorted = self._table_pointer, count, -1, in_order
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
         # A sampler may move the array elsewhere, so the token is read where the struct points now.
         token = int(array.data[array.selected].id)
