@@ -29,8 +29,9 @@ class EngineConfig:
 
     `context_tokens` bounds one request (prompt + answer); `cache_tokens` is the number of KV cells that all slots share
     (0: context_tokens × slots). `threads` 0 means all cores but one. `checkpoints` states of earlier cuts are kept inside the
-    context (for models that cannot drop a suffix), at least `checkpoint_spacing_tokens` apart within a conversation;
-    `host_cache_bytes` bounds what is kept in host memory behind them. `full_window` keeps all of a sliding-window layer's
+    context (for models that cannot drop a suffix), at least `checkpoint_spacing_tokens` apart within a conversation and none
+    in a prompt's first `checkpoint_min_tokens` (-1: as many as take 0.15 s); `host_cache_bytes` bounds what is kept in host
+    memory behind them. `full_window` keeps all of a sliding-window layer's
     past, so that prefixes can be shared and cut anywhere; without it such layers take a fraction of the memory, and only
     whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there). `devices`
     names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from the first
@@ -65,6 +66,7 @@ class EngineConfig:
     whole_vocabulary_slots: int = 1
     checkpoints: int = 4
     checkpoint_spacing_tokens: int = 2048
+    checkpoint_min_tokens: int = -1
     host_cache_bytes: int = 1 << 30
     default_max_tokens: int = 0
     default_temperature: float = 0.8
@@ -93,6 +95,7 @@ class EngineConfig:
             "whole_vocabulary_slots": (0, 64),
             "checkpoints": (0, 128),
             "checkpoint_spacing_tokens": (0, 1 << 20),
+            "checkpoint_min_tokens": (-1, 1 << 20),
             "host_cache_bytes": (0, 1 << 44),
             "default_max_tokens": (0, 1 << 22),
             "default_temperature": (0, 5),

@@ -105,6 +105,8 @@ class EngineCore(threading.Thread):
         cache = PrefixCache(self.llama, self.config)
         self._planner = StepPlanner(self.llama, cache, self.config)
         self._planner.warm_up()
+        if not cache.cuts_anywhere:
+            cache.checkpoint_min_tokens = self._planner.checkpoint_min_tokens
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)
@@ -197,6 +199,7 @@ class EngineCore(threading.Thread):
 
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
         self._waiting.remove(generation)
+        generation.cuts = [cut for cut in generation.cuts if cut >= self.cache.checkpoint_min_tokens]
         self.cache.prepare(slot, source)
         slot.begin(generation)
         if generation.started_at is None:

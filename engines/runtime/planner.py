@@ -15,6 +15,10 @@ from engines.wire import EngineConfig
 CHUNK_ALONE_S = 2.0
 CHUNK_SHARED_S = 0.4
 MIN_CHUNK_TOKENS = 32
+OLDEST_EVERY_CHUNKS = 4
+# Computing this much again is cheaper than stopping a prompt for a checkpoint, which costs a call of llama_decode.
+CHECKPOINT_WORTH_S = 0.15
+MAX_CHECKPOINT_MIN_TOKENS = 512
 WARM_UP_TOKENS = (16, 64)
 
 log = logging.getLogger("hydra.engine.planner")
@@ -41,7 +45,10 @@ class StepPlanner:
         self._alternates = llama.has_recurrent_state
         self._chunk_was_last = False
         self._decoded_last = False
+        self._chunks = 0
         self.alone_tokens = self.shared_tokens = self.batch.capacity
+        self.checkpoint_min_tokens = max(config.checkpoint_min_tokens, 1)
+        self._measures_checkpoints = config.checkpoint_min_tokens < 0
 
     def warm_up(self) -> None:
         """Runs two small prompts, which reads the weights in, and sets the chunks' sizes from the second one's speed.
@@ -64,19 +71,17 @@ class StepPlanner:
         rate = tokens / max(elapsed_s, 1e-6)
         self.alone_tokens = _chunk(rate * CHUNK_ALONE_S, self.batch.capacity)
         self.shared_tokens = _chunk(rate * CHUNK_SHARED_S, self.batch.capacity)
+        if self._measures_checkpoints:
+            self.checkpoint_min_tokens = _chunk(rate * CHECKPOINT_WORTH_S, MAX_CHECKPOINT_MIN_TOKENS)
         log.info("prompts run at %.0f tokens/s: chunks of %d, shared %d", rate, self.alone_tokens, self.shared_tokens)
 
     def plan(self) -> list[Row]:
         """The rows of the next step; none when no slot has work. There must be a free cell per decoding slot."""
         busy = self._cache.busy
         decoding = [slot for slot in busy if slot.decoding]
-        # The slot served longest ago goes first, so that short prompts pass a long one chunk by chunk.
-        filling = sorted((slot for slot in busy if not slot.decoding), key=lambda slot: slot.used_at)
-        if self._alternates:
-            # One kind a step, one prompt a chunk.
-            filling = filling[:1]
-            if filling and decoding:
-                decoding, filling = (decoding, []) if self._chunk_was_last else ([], filling)
+        filling = self._in_order([slot for slot in busy if not slot.decoding])
+        if self._alternates and filling and decoding:
+            decoding, filling = (decoding, []) if self._chunk_was_last else ([], filling)
         self.batch.clear()
         rows = [self._add(slot, 1) for slot in decoding]
         room = self.shared_tokens if decoding or self._decoded_last else self.alone_tokens
@@ -89,6 +94,14 @@ class StepPlanner:
         self._decoded_last = bool(decoding)
         self._chunk_was_last = bool(filling)
         return rows
+
+    def _in_order(self, filling: list[Slot]) -> list[Slot]:
+        """Who is nearest to a first token comes first, so that a short prompt passes a long one and equal ones end one after
+        another; every few chunks the one that came first, so that nobody waits for ever."""
+        self._chunks += bool(filling)
+        if self._chunks % OLDEST_EVERY_CHUNKS == 0:
+            return sorted(filling, key=lambda slot: slot.generation.queued_at if slot.generation else 0.0)
+        return sorted(filling, key=lambda slot: slot.todo_tokens)
 
     def plan_alone(self, slot: Slot) -> list[Row]:
         """The slot's part as a batch of its own."""

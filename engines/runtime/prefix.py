@@ -53,6 +53,7 @@ class PrefixCache:
         # A memory that can be cut anywhere needs no checkpoints.
         self.cuts_anywhere = not llama.needs_checkpoints
         self.can_share = not llama.forgets_window
+        self.checkpoint_min_tokens = 0
         self._llama = llama
         self._spacing_tokens = config.checkpoint_spacing_tokens
         sequences = [Sequence(index, llama, self.ledger) for index in range(config.sequences)]
@@ -109,7 +110,7 @@ class PrefixCache:
             fork = min(common_prefix(leader.tokens, generation.tokens), len(generation.tokens) - 1)
             done = len(slot.sequence)
             # Whoever has everything that the leader has so far waits for the rest too, or it would leave just before the end.
-            worth = WORTH_WAITING_TOKENS if at_hand != done else 1
+            worth = 1 if at_hand == done > 0 else max(WORTH_WAITING_TOKENS, self.checkpoint_min_tokens)
             if fork - at_hand < worth or done >= fork:
                 continue
             if not self.cuts_anywhere:
