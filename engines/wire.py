@@ -31,9 +31,9 @@ class EngineConfig:
     (0: context_tokens × slots). `threads` 0 means all cores but one. `checkpoints` states of earlier cuts are kept inside the
     context (for models that cannot drop a suffix), at least `checkpoint_spacing_tokens` apart within a conversation and none
     in a prompt's first `checkpoint_min_tokens` (-1: as many as take 0.15 s); `host_cache_bytes` bounds what is kept in host
-    memory behind them. `full_window` keeps all of a sliding-window layer's
-    past, so that prefixes can be shared and cut anywhere; without it such layers take a fraction of the memory, and only
-    whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there). `devices`
+    memory behind them, where on a CPU `put_away_idle` moves idle conversations between requests. `full_window` keeps all of a
+    sliding-window layer's past, so that prefixes can be shared and cut anywhere; without it such layers take less memory,
+    and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there). `devices`
     names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from the first
     keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts. The
     `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
@@ -68,6 +68,7 @@ class EngineConfig:
     checkpoint_spacing_tokens: int = 2048
     checkpoint_min_tokens: int = -1
     host_cache_bytes: int = 1 << 30
+    put_away_idle: bool = True
     default_max_tokens: int = 0
     default_temperature: float = 0.8
     default_top_p: float = 0.95

@@ -66,11 +66,17 @@ def read_gpus() -> list[GpuReading]:
 
 
 def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+    return _named_cpu(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")) or platform.machine()
+
+
+def _named_cpu(cpuinfo: str) -> str:
+    """The processor's name. x86 says `model name`, and before it `model`, a bare number; other machines have the others only."""
+    fields: dict[str, str] = {}
+    for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
-        if key.strip().lower() in ("model name", "model", "hardware") and value.strip():
-            return value.strip()[:200]
-    return platform.machine()
+        fields.setdefault(key.strip().lower(), value.strip())
+    names = (fields.get(key, "") for key in ("model name", "hardware", "model"))
+    return next((name[:200] for name in names if name), "")
 
 
 def _read_cpu() -> GpuReading:

@@ -134,7 +134,7 @@ class EngineCore(threading.Thread):
                 self._fail_running(DecodeFailed("The engine failed inside a step; its log has the cause."))
                 worked = True
             self._send()
-            if not worked:
+            if not worked and not self.cache.put_away_one():
                 with self._wake:
                     if self.state == "ready" and not len(self._waiting):
                         self._wake.wait(IDLE_WAIT_S)

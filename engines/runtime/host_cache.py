@@ -62,6 +62,10 @@ class HostCache:
         self.used_bytes += entry.size_bytes
         return True
 
+    def holds_after_save(self, sequence: Sequence) -> bool:
+        """Saves the sequence unless it is here already; False when there is no room for it, so that it must stay."""
+        return self._covers(sequence.tokens) or self.save(sequence)
+
     def best(self, tokens: list[int]) -> tuple[HostEntry | None, int]:
         """The entry with the longest usable prefix of `tokens` (one is always left to decode), and its length."""
         best: HostEntry | None = None

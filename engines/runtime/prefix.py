@@ -67,6 +67,8 @@ class PrefixCache:
         # llama.cpp exports of a windowed layer only what its last token can see.
         whole_only = llama.has_recurrent_state or llama.window_tokens > 0
         self.host = HostCache(config.host_cache_bytes, cuts_anywhere=not whole_only)
+        # On a CPU attention walks the cells of idle conversations too: two of them nearly doubled a first token's time.
+        self._puts_away_idle = config.put_away_idle and config.gpu_layers == 0 and not whole_only
 
     # --- where a prefix is ----------------------------------------------------------------------
 
@@ -157,6 +159,17 @@ class PrefixCache:
         if sequence.cells_alone() >= MIN_TOKENS:
             self.host.save(sequence)
         sequence.clear()
+
+    def put_away_one(self) -> bool:
+        """Moves one idle conversation, never the last used, to host memory. False when none is left that could go."""
+        if not self._puts_away_idle:
+            return False
+        idle = sorted((s for s in self.slots if s.idle and len(s.sequence)), key=lambda slot: slot.used_at)
+        for slot in idle[:-1]:
+            if slot.sequence.cells_alone() >= MIN_TOKENS and self.host.holds_after_save(slot.sequence):
+                slot.sequence.clear()
+                return True
+        return False
 
     def _touch(self, sequence: Sequence) -> None:
         holders: list[Slot | Checkpoint] = [*self.slots, *self.checkpoints]

@@ -27,6 +27,7 @@ ARCHITECTURES = ("llama", "qwen3", "gemma3", "qwen35", "qwen35moe")
 async def running(model: SyntheticModel, **settings: Any) -> AsyncIterator[EngineCore]:
     values: dict[str, Any] = {"slots": 4, "context_tokens": 512, "batch_tokens": 32, "micro_batch_tokens": 32}
     values["checkpoint_min_tokens"] = 16  # measured, it would be beyond these prompts: the models are so small
+    values["put_away_idle"] = False  # the tests look at what slots hold
     config = EngineConfig(model_path=str(model.path), model_name="tiny", **{**values, **settings})
     core = EngineCore(config, 1, asyncio.get_running_loop(), EngineMetrics())
     core.start()

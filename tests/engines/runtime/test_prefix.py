@@ -158,6 +158,27 @@ async def test_what_the_context_cannot_hold_comes_back_from_host_memory(
     assert abs(stranger.top[0][1] - expected.top[0][1]) > 1e-2
 
 
+async def test_idle_conversations_leave_the_context_between_requests_and_come_back(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    model = tiny_model("llama", tie_free=True)
+    async with running(model, slots=3, put_away_idle=True) as core:
+        works = [await run(core, prompt_of(model, 150, start=start), cuts=[]) for start in (1, 2, 3)]
+        async with asyncio.timeout(10):
+            while len(core.cache.host) < 2:  # noqa: ASYNC110 - the core is another thread and sets no event for this
+                await asyncio.sleep(0.01)
+        # Only the last used one still takes cells that every step would have to walk.
+        assert core.cache.ledger.count - core.cache.ledger.free == len(works[-1].tokens) - 1
+        for work in works:
+            again = await run(core, [*work.tokens, 10])
+            assert again.cached_tokens == len(work.tokens) - 1
+            assert again.tokens[len(again.prompt) :] == model.follow(10, 20)
+    async with running(model, slots=3, put_away_idle=True, host_cache_bytes=1000) as core:
+        works = [await run(core, prompt_of(model, 150, start=start)) for start in (1, 2, 3)]
+        # There is no room for them outside, so they stay.
+        assert [(await run(core, [*work.tokens, 10])).cached_tokens for work in works] == [169, 169, 169]
+
+
 async def test_a_windowed_state_from_host_memory_is_not_cut_where_its_window_is_missing(
     tiny_model: Callable[..., SyntheticModel],
 ) -> None:
