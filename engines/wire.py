@@ -33,10 +33,10 @@ class EngineConfig:
     in a prompt's first `checkpoint_min_tokens` (-1: as many as take 0.15 s); `host_cache_bytes` bounds what is kept in host
     memory behind them, where on a CPU `put_away_idle` moves idle conversations between requests. `full_window` keeps all of a
     sliding-window layer's past, so that prefixes can be shared and cut anywhere; without it such layers take less memory,
-    and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there). `devices`
-    names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from the first
-    keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts. The
-    `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
+    and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there).
+    `devices` names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from
+    the first keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts.
+    The `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
     seconds, sizes as named.
     """
 
