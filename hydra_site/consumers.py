@@ -5,54 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
-from typing import Any
-
-from channels.generic.websocket import AsyncWebsocketConsumer
 
 from hydra_site.pool_snapshot import to_wire
 from hydra_site.pool_watcher import watcher
+from sessions.panel_socket import CLOSE_SILENT_PAGE, PanelSocket
 
-CLOSE_NOT_LOGGED_IN = 4401
-CLOSE_SILENT_PAGE = 4408
 # A page answers every frame with "seen"; one that is silent for so long has gone or hangs.
 SEEN_TIMEOUT_S = 60.0
 
 
-class PoolConsumer(AsyncWebsocketConsumer):
+class PoolConsumer(PanelSocket):
     """Sends `{"type": "pool", "taken_at", "version", "snapshot"|null, "samples"}`; the page answers `{"type": "seen"}`.
 
     The next frame waits for that answer and is made from the latest snapshot at that moment, so that a slow browser
     gets fewer frames instead of a growing buffer. `snapshot` is null while the version is what the page has.
     """
 
-    # The watcher listens to the channel layer for all pages; a page must outlive the layer.
-    channel_layer_alias = "none"
-
     def __init__(self) -> None:
         super().__init__()
         self.sender: asyncio.Task[None] | None = None
         self.seen = asyncio.Event()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Runs until the page leaves or the server stops; either way nothing of this page goes on."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._stop_sending()
-
-    async def connect(self) -> None:
-        await self.accept()
-        user = self.scope.get("user")
-        if user is None or not user.is_authenticated:
-            # Closed after accepting, because a browser sees the code only then.
-            await self.close(CLOSE_NOT_LOGGED_IN)
-            return
+    async def opened(self, user_id: int) -> None:
         self.sender = asyncio.create_task(self._send_frames(), name="pool-page")
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         self.seen.set()
 
-    async def _stop_sending(self) -> None:
+    async def ended(self) -> None:
         if self.sender is not None:
             self.sender.cancel()
             with suppress(asyncio.CancelledError):

@@ -107,11 +107,6 @@ def address(name: str = "HYDRA_BIND", environ: Mapping[str, str] | None = None) 
         raise SettingError(name, value, "give an IP address, such as 127.0.0.1 or 0.0.0.0") from None
 
 
-def is_loopback(bind_address: str) -> bool:
-    """Whether only this machine can reach a socket bound to `bind_address`."""
-    return ipaddress.ip_address(bind_address).is_loopback
-
-
 def path(name: str = "HYDRA_HOME", environ: Mapping[str, str] | None = None) -> Path:
     """The value of a path setting, absolute. A default lies beside manage.py, so that it does not move with the working
     directory.

@@ -136,10 +136,10 @@ def refuse_without_keys() -> None:
     from django.conf import settings
     from django.db import connections
 
-    from hydra_site import env
+    from engines.browser_guard import is_loopback
     from sessions.services import count_valid_keys
 
-    if env.is_loopback(settings.HYDRA_BIND):
+    if is_loopback(settings.HYDRA_BIND):
         return
     if not count_valid_keys():
         sys.exit(

@@ -6,6 +6,7 @@ from typing import Any
 import plotly
 from django.templatetags.static import static
 
+from engines.browser_guard import is_loopback
 from hydra_site import addresses, env
 from hydra_site.supervisor.home import Home
 
@@ -24,7 +25,7 @@ HYDRA_SOURCE_URL = env.text("HYDRA_SOURCE_URL")
 DEBUG = False
 SECRET_KEY = _home.secrets().django_secret_key
 # Beyond loopback anybody may have given this machine a name.
-ALLOWED_HOSTS = ["localhost", ".localhost", "127.0.0.1", "[::1]"] if env.is_loopback(HYDRA_BIND) else ["*"]
+ALLOWED_HOSTS = ["localhost", ".localhost", "127.0.0.1", "[::1]"] if is_loopback(HYDRA_BIND) else ["*"]
 
 INSTALLED_APPS = [
     "daphne",

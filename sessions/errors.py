@@ -1,6 +1,6 @@
 """What can go wrong with a conversation before an engine sees it.
 
-SessionError
+SessionError (an EngineError, whose shape it has)
 ├── AuthenticationRequired   401  no key, where one is needed
 ├── KeyInvalid               401  a key was presented that is unknown, revoked or expired
 ├── ForeignOrigin            403  a web page of another site tried to use the open loopback API
@@ -14,23 +14,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from engines.errors import EngineError
 
-class SessionError(Exception):
-    """A failure with everything an HTTP answer needs; the same fields as `engines.errors.EngineError`."""
+
+class SessionError(EngineError):
+    """A failure before an engine sees the request; answered as those of the engines are."""
 
     code = "session_error"
-    http_status = 500
-    error_type = "server_error"
-    retryable = False
-    hint: str | None = None
-    retry_after_s: int | None = None
-
-    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        if hint is not None:
-            self.hint = hint
 
 
 class AuthenticationRequired(SessionError):

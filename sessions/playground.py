@@ -20,17 +20,14 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeGuard
 
-from channels.generic.websocket import AsyncWebsocketConsumer
-
 from engines.services import engine_views
 from pools.db import in_db
 from pools.services import model_views
+from sessions.panel_socket import CLOSE_SILENT_PAGE, PanelSocket
 from sessions.playground_run import PageSilent, PlaygroundRun
 
 log = logging.getLogger(__name__)
 
-CLOSE_NOT_LOGGED_IN = 4401
-CLOSE_SILENT_PAGE = 4408
 CLOSE_TOO_BIG = 1009
 MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_RUNNING_CHATS = 4
@@ -56,34 +53,19 @@ def model_choices() -> list[dict[str, Any]]:
     ]
 
 
-class PlaygroundConsumer(AsyncWebsocketConsumer):
+class PlaygroundConsumer(PanelSocket):
     """At most four running chats a page; a message over 1 MB ends the connection; leaving the page cancels its chats."""
-
-    # Tokens never pass through the channel layer, so a chat must not depend on it either.
-    channel_layer_alias = "none"
 
     def __init__(self) -> None:
         super().__init__()
         self.user_id: int | None = None
         self.runs: dict[str, tuple[PlaygroundRun, asyncio.Task[None]]] = {}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Runs until the page leaves or the server stops; either way its chats end, and their engines are free."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._end_chats()
+    async def opened(self, user_id: int) -> None:
+        self.user_id = user_id
 
-    async def connect(self) -> None:
-        await self.accept()
-        user = self.scope.get("user")
-        if user is None or not user.is_authenticated:
-            # Closed after accepting, because a browser sees the code only then.
-            await self.close(CLOSE_NOT_LOGGED_IN)
-            return
-        self.user_id = int(user.pk)
-
-    async def _end_chats(self) -> None:
+    async def ended(self) -> None:
+        """The page's chats end with it, and their engines are free."""
         tasks = [task for _, task in self.runs.values()]
         for task in tasks:
             task.cancel()

@@ -15,7 +15,6 @@ from typing import Any
 
 from engines.api_schema import ChatRequest, parse_chat_request
 from engines.errors import EngineError
-from sessions.errors import SessionError
 from sessions.relay import ChatStream, Identity, open_chat
 
 GATHER_S = 0.03
@@ -68,7 +67,7 @@ class PlaygroundRun:
             else:
                 await self._emit("start", engine=stream.engine.name, request_id=str(stream.request_id))
                 await self._follow(stream)
-        except (EngineError, SessionError) as error:
+        except EngineError as error:
             await self._flush()
             described = {"message": str(error), "code": error.code, "hint": error.hint, "retryable": error.retryable}
             await self._emit("error", error=described)

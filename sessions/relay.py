@@ -139,7 +139,7 @@ async def open_chat(
     record = TurnRecord(start, arrived_s)
     try:
         response, engine = await _send(engine, endpoints, payload, request_id, stream=body.stream)
-    except (EngineError, EngineRefused) as error:
+    except EngineError as error:
         record.end(TurnState.FAILED, error.code)
         raise
     except BaseException:
@@ -160,7 +160,7 @@ async def _send(
                 response = await EngineClient(engine.base_url).chat(payload, request_id=str(request_id), stream=stream)
             if response.status == 200:
                 return response, engine
-            refusal: EngineError | EngineRefused = await _refusal(response)
+            refusal: EngineError = await _refusal(response)
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)

@@ -74,10 +74,6 @@ class EngineCore(threading.Thread):
     def views(self) -> list[SlotView]:
         return [slot.view(self.config.context_tokens) for slot in self._cache.slots] if self._cache else []
 
-    @property
-    def queue_length(self) -> int:
-        return len(self._waiting)
-
     def stop(self) -> None:
         with self._wake:
             if self.state in ("loading", "ready"):

@@ -67,6 +67,9 @@ class EngineMetrics:
             lambda: sum(len(checkpoint.sequence) > 0 for checkpoint in cache.checkpoints)
         )
         gauge("hydra_engine_host_cache_bytes", "States in host memory").set_function(lambda: cache.host.used_bytes)
+        gauge("hydra_engine_host_cache_evicted", "States that host memory had no more room for").set_function(
+            lambda: cache.host.evicted
+        )
         gauge("hydra_engine_host_cache_entries", "States in host memory").set_function(lambda: len(cache.host))
 
     def ended(self, outcome: str, stats: Stats) -> None:

@@ -1,6 +1,6 @@
 """How a generation draws its tokens: the likeliest candidates of a row, then the request's own llama.cpp chain on them.
 
-The candidates come from one of two places, fixed for an engine's life (`SamplingPath`): from the raw logits on the host, or
+The candidates come from one of two places, fixed for an engine's life by its configuration: from the raw logits on the host, or
 from a static top-k chain that runs on the device and spares the copy of the logits. A request that needs more than the
 candidates (a lifting bias, log probabilities, sampling without top-k) runs on a sequence without a device chain.
 The default parameters are llama.cpp's, because its users' expectations of a local model come from there.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import llama_cpp
@@ -46,13 +45,6 @@ _FIELDS = (
     "xtc_probability",
     "xtc_threshold",
 )
-
-
-class SamplingPath(Enum):
-    """Where a row's candidates come from."""
-
-    HOST = "host"
-    BACKEND = "backend"
 
 
 @dataclass(frozen=True)

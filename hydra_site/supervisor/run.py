@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+from engines.browser_guard import is_loopback
 from hydra_site import env
 from hydra_site.supervisor import leftovers, ports, specs
 from hydra_site.supervisor.child import ChildSpec
@@ -123,7 +124,7 @@ class Supervisor:
         if told.get("admin_created") and told.get("admin_password") and not env.text("HYDRA_ADMIN_PASSWORD"):
             user = told.get("admin_user") or "admin"
             self._console.line(f"First login: user {user}, password {told['admin_password']} (shown only now)")
-        if child and not env.is_loopback(self._options.bind) and not told.get("api_keys"):
+        if child and not is_loopback(self._options.bind) and not told.get("api_keys"):
             raise KeysRequired(
                 f"HYDRA_BIND={self._options.bind} opens Hydra to other machines, but there is no API key"
             )

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engines.browser_guard import is_loopback
 from hydra_site import env
 from hydra_site.supervisor import ports, postgres, valkey
 from hydra_site.supervisor.child import ChildSpec
@@ -99,7 +100,7 @@ def application(options: Options) -> tuple[ChildSpec, ...]:
             name="site",
             argv=_module("hydra_site.serve"),
             # Beyond loopback the site must not listen before bootstrap has told that there is an API key.
-            needs=frozenset() if env.is_loopback(options.bind) else frozenset({"bootstrap"}),
+            needs=frozenset() if is_loopback(options.bind) else frozenset({"bootstrap"}),
             stop=_term(SITE_GRACE_S),
             stop_rank=SITE_RANK,
             accepts=lambda: ports.listens(options.reachable_address, options.port),

@@ -60,7 +60,7 @@ def error_response(error: Exception, request: HttpRequest) -> HttpResponse:
     if isinstance(known, EngineRefused) and known.body_bytes:
         response = HttpResponse(known.body_bytes, status=known.http_status, content_type="application/json")
     else:
-        response = JsonResponse(error_object(known), status=known.http_status)
+        response = JsonResponse(known.body(), status=known.http_status)
     if known.retry_after_s:
         response["Retry-After"] = str(known.retry_after_s)
     if known.http_status == 401:
@@ -68,16 +68,10 @@ def error_response(error: Exception, request: HttpRequest) -> HttpResponse:
     return response
 
 
-def error_object(error: EngineError | SessionError) -> dict[str, Any]:
-    """`{"error": {message, type, param, code, hint?}}`."""
-    values = {"message": error.message, "type": error.error_type, "param": error.param, "code": error.code}
-    return {"error": {**values, "hint": error.hint} if error.hint else values}
-
-
 def body_too_large() -> bytes:
     """The answer to a body over the limit, for the server that stops reading before Django sees the request."""
     limit = settings.HYDRA_MAX_BODY_BYTES
-    return json.dumps(error_object(BodyTooLarge(f"The request body is larger than {limit} bytes."))).encode()
+    return json.dumps(BodyTooLarge(f"The request body is larger than {limit} bytes.").body()).encode()
 
 
 def _with_length(response: HttpResponseBase) -> HttpResponseBase:
@@ -87,8 +81,8 @@ def _with_length(response: HttpResponseBase) -> HttpResponseBase:
     return response
 
 
-def _known(error: Exception) -> EngineError | SessionError | None:
-    if isinstance(error, EngineError | SessionError):
+def _known(error: Exception) -> EngineError | None:
+    if isinstance(error, EngineError):
         return error
     if isinstance(error, RequestDataTooBig):
         return BodyTooLarge(f"The request body is larger than {settings.HYDRA_MAX_BODY_BYTES} bytes.")

@@ -56,13 +56,6 @@ def test_readers_give_values_of_their_kind() -> None:
     assert env.text("HYDRA_DEFAULT_MODEL", {"HYDRA_DEFAULT_MODEL": "  "}) == "smollm2-135m"
 
 
-def test_loopback_is_told_from_other_addresses() -> None:
-    assert env.is_loopback("127.0.0.1")
-    assert env.is_loopback("::1")
-    assert not env.is_loopback("0.0.0.0")
-    assert not env.is_loopback("192.168.1.2")
-
-
 def test_a_name_outside_the_table_is_a_mistake_of_ours() -> None:
     with pytest.raises(KeyError):
         env.text("HYDRA_NOTHING", {})
