@@ -21,7 +21,7 @@ from bench.errors import BenchError
 from bench.load import MODEL_NAME
 from bench.models import named_model
 from bench.vocabulary import ROOT
-from engines.wire import EngineConfig
+from engines.config import EngineConfig
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 20.0

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from engines.config import SlotView
 from engines.errors import EngineUnreachable
-from engines.wire import SlotView
 
 CONNECT_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import LaunchError
 from engines.process import ProcessRecord, end, write_private
-from engines.wire import ConfigInvalid, EngineConfig
 
 HEALTH_TIMEOUT_S = 2.0
 STOP_GRACE_S = 8.0

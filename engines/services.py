@@ -18,10 +18,10 @@ from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines.choices import LIVE, SERVING, TERMINAL, EngineState, Wanted
+from engines.config import EngineConfig
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.models import Engine
 from engines.reconcile import COMMAND_EXPIRES_S, EngineFacts, Step, decide
-from engines.wire import EngineConfig
 from pools import services as pools
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults

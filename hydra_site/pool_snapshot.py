@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from engines.client import EngineClient
+from engines.config import SlotView
 from engines.errors import EngineUnreachable
 from engines.services import EngineView, engine_views
-from engines.wire import SlotView
 from pools.db import in_db
 from pools.services import HostView, host_views
 from sessions.services import ChatView, recent_sessions

@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engines.wire import EngineConfig
+from engines.config import EngineConfig
 
 START_TIMEOUT_S = 60.0
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime.core import EngineCore
 from engines.runtime.http import EngineServer
 from engines.runtime.metrics import EngineMetrics
-from engines.wire import ConfigInvalid, EngineConfig
 
 SHUTDOWN_S = 4.0
 SWITCH_INTERVAL_S = 0.0002

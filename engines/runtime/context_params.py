@@ -7,7 +7,7 @@ from typing import Any
 
 import llama_cpp
 
-from engines.wire import EngineConfig
+from engines.config import EngineConfig
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 

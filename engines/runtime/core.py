@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 
+from engines.config import EngineConfig, SlotView
 from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping
 from engines.runtime import memory
 from engines.runtime.candidates import NoLogits
@@ -24,7 +25,6 @@ from engines.runtime.sampler import Sampler, TokenLogprob
 from engines.runtime.slots import Slot
 from engines.runtime.text import NOTHING, Released
 from engines.runtime.waiting import WaitingLine
-from engines.wire import EngineConfig, SlotView
 
 log = logging.getLogger("hydra.engine.core")
 

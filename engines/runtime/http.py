@@ -20,6 +20,7 @@ from aiohttp import web
 
 from engines.api_schema import ChatRequest, parse_chat_request
 from engines.browser_guard import foreign_page, host_name, is_loopback
+from engines.config import EngineConfig
 from engines.errors import (
     BodyTooLarge,
     ContextLengthExceeded,
@@ -35,7 +36,6 @@ from engines.runtime.generation import Generation, Mailbox, Piece
 from engines.runtime.llama import Llama
 from engines.runtime.metrics import CONTENT_TYPE
 from engines.runtime.sampler import SEED_MASK, SamplingParams
-from engines.wire import EngineConfig
 
 log = logging.getLogger("hydra.engine.http")
 

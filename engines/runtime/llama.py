@@ -16,12 +16,12 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import llama_log
 from engines.runtime.context_params import ContextParams
 from engines.runtime.memory import LoadWatch, MemoryReport
 from engines.runtime.placement import place
-from engines.wire import EngineConfig
 
 
 class Vocabulary:

@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import DoesNotFit, ModelLoadFailed
 from engines.runtime import ggml, memory_probe
 from engines.runtime.host_memory import Room, process_anonymous_bytes, process_resident_bytes
@@ -23,7 +24,6 @@ from engines.runtime.memory_fit import nearest_form
 from engines.runtime.memory_need import HOST, DeviceNeed, MemoryNeed, shortages, sized
 from engines.runtime.memory_probe import Simulation
 from engines.runtime.placement import Placement, place
-from engines.wire import ConfigInvalid, EngineConfig
 
 log = logging.getLogger("hydra.engine.memory")
 

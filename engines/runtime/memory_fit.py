@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime.host_memory import Room
 from engines.runtime.memory_need import HOST, shortages
 from engines.runtime.memory_probe import Simulation
-from engines.wire import EngineConfig
 
 SHORTEST_CONTEXT_TOKENS = 2048
 PLANS_LIMIT = 120

@@ -16,13 +16,13 @@ from typing import Any
 
 import llama_cpp
 
+from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import ggml, host_memory, llama_log
 from engines.runtime.context_params import ContextParams
 from engines.runtime.host_memory import Room
 from engines.runtime.memory_need import HOST, DeviceNeed, MemoryNeed
 from engines.runtime.placement import Placement, place
-from engines.wire import EngineConfig
 
 _BREAKDOWN = "_Z26llama_get_memory_breakdownPK13llama_context"
 _TENSORS = "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model"

@@ -8,9 +8,9 @@ from typing import Any
 
 import llama_cpp
 
+from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import ggml
-from engines.wire import EngineConfig
 
 NO_DEVICES = "none"
 _REMOTE_REGISTRY = "RPC"

@@ -6,10 +6,10 @@ import logging
 import time
 from dataclasses import dataclass
 
+from engines.config import EngineConfig
 from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
-from engines.wire import EngineConfig
 
 # How long one chunk of a prompt may take: a cancel waits for its end, and so does everybody's next token.
 CHUNK_ALONE_S = 2.0

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engines.config import EngineConfig
 from engines.runtime.cells import CellLedger, Sequence, common_prefix
 from engines.runtime.generation import Generation
 from engines.runtime.host_cache import MIN_TOKENS, HostCache, HostEntry
 from engines.runtime.llama import Llama
 from engines.runtime.slots import Slot
-from engines.wire import EngineConfig
 
 # A source slot whose tail is at most this share of what it lends is overwritten: the tail is then most likely an answer that
 # the client edited away. A longer tail is another conversation and keeps its slot.

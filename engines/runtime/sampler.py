@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.api_schema import ChatRequest
+from engines.config import EngineConfig
 from engines.errors import InvalidRequest
 from engines.runtime.candidates import NoLogits, log_probabilities, top_candidates
 from engines.runtime.llama import Llama
-from engines.wire import EngineConfig
 
 SEED_MASK = 0xFFFF_FFFF
 # Tokens that a DRY penalty may push down, on top of those that the plain penalties know.

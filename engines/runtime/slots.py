@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from engines.config import SlotView
 from engines.runtime.cells import Sequence
 from engines.runtime.generation import Generation
-from engines.wire import SlotView
 
 
 class Slot:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from engines.wire import SlotView
+from engines.config import SlotView
 
 IDLE = SlotView(0, "idle", False, None, 0, 0, 0, 0, 1024, 0.0)
 USAGE = {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}}

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import pytest
 
+from engines.config import SlotView
 from engines.models import Engine
 from engines.services import EngineView
-from engines.wire import SlotView
 from hydra_site.pool_snapshot import EngineCard, PoolSnapshot, attention_of, cell_of, sample_of, take_snapshot, to_wire
 from pools.db import in_db
 from pools.services import HostView

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from engines.api_schema import ChatRequest, parse_chat_request
+from engines.config import EngineConfig
 from engines.errors import InvalidRequest
 from engines.runtime.cells import common_prefix
 from engines.runtime.chat import ChatTemplate
 from engines.runtime.llama import Llama, Vocabulary
-from engines.wire import EngineConfig
 from tests.synthetic_gguf import SyntheticModel
 
 # As Qwen's: the opening of an answer begins a thought, and thoughts of earlier answers are dropped.

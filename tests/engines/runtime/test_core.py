@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded, DecodeFailed, EngineStopping, QueueFull
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Mailbox, Piece
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.sampler import SamplingParams
-from engines.wire import EngineConfig
 from tests.synthetic_gguf import SyntheticModel
 
 GREEDY = SamplingParams(temperature=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.wire import ConfigInvalid, EngineConfig
+from engines.config import ConfigInvalid, EngineConfig
 from tests.engine_process import EngineProcess
 from tests.synthetic_gguf import SyntheticModel
 

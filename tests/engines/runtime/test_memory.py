@@ -14,13 +14,13 @@ import llama_cpp
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from engines.config import EngineConfig
 from engines.errors import DoesNotFit, ModelLoadFailed
 from engines.runtime import memory, memory_probe
 from engines.runtime.host_memory import Room, host_room
 from engines.runtime.llama import Llama
 from engines.runtime.memory_fit import nearest_form
 from engines.runtime.memory_need import DEVICE_MARGIN_BYTES, HOST_MARGIN_BYTES, DeviceNeed, MemoryNeed, shortages
-from engines.wire import EngineConfig
 from tests.conftest import PulledModel
 from tests.synthetic_gguf import SyntheticModel
 

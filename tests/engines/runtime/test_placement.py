@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import ggml, llama_log
 from engines.runtime.memory_probe import Simulation
 from engines.runtime.placement import expert_pattern, place
-from engines.wire import ConfigInvalid, EngineConfig
 from tests.synthetic_gguf import SyntheticModel
 
 
