@@ -6,8 +6,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -39,6 +39,7 @@ class Request:
     sampling: str = "greedy"
     seed: int = 1
     slot: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         slot = {} if self.slot is None else {"id_slot": self.slot}
@@ -53,6 +54,7 @@ class Request:
             "cache_prompt": True,
             **SAMPLING[self.sampling],
             **slot,
+            **self.extra,
         }
 
 

@@ -12,10 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engines.browser_guard import is_loopback
+
 # --- received by the engine: its configuration ---------------------------------------------------
 
 SPLIT_MODES = ("none", "layer", "row")
+SPECULATIONS = ("none", "mtp", "lookup", "auto")
+POOLINGS = ("", "mean", "cls", "last", "rank")
 SAMPLING_PATHS = ("auto", "host", "backend")
+# Ranges of state leave and enter a context through these.
+SCRATCH_SEQUENCES = 2
+MIN_SECRET_BYTES = 16
 KV_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "f32", "bf16")
 
 
@@ -36,6 +43,21 @@ class EngineConfig:
     and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there).
     `devices` names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from
     the first keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts.
+    `slot_save_path` is the folder for slots that clients save by name (empty: they cannot).
+    `speculation` drafts up to `draft_tokens` tokens that one step then verifies: by the model's own head (mtp), out of the text
+    so far (lookup), or by the head if there is one, else by lookup (auto); how many is chosen by what pays. Models with
+    recurrent state take its memory once more for each token of a draft.
+    `pooling` makes it an engine of embeddings (mean, cls, last) or of relevance scores (rank), which generates nothing: up to
+    `embedding_inputs` inputs share a step of at most `batch_tokens` and `micro_batch_tokens`.
+    `projector_path` names the projector (mmproj) through which the model sees images (empty: it takes text only);
+    `image_max_tokens` bounds what one image becomes (0: as the projector says).
+    `rpc_port` 0 turns the binary protocol off; whoever has `rpc_secret` may use it, and without one it is open on loopback and
+    nowhere else. A connection is closed after `rpc_idle_s` without a request, or when a peer is silent for `rpc_stall_s` in the
+    middle of one; a state beyond `max_state_bytes` is refused.
+    KV state travels between engines of the same model file, or of the same `kv_family` (quants that the Model declares to be
+    near enough), in blocks of `kv_block_tokens` (a power of two; 0: as many as make some megabytes). `digest_folder` is where
+    the digests of model files are remembered (empty: beside the model).
+    `chat_template` is Jinja text to be used instead of the model's own template.
     The `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
     seconds, sizes as named.
     """
@@ -44,6 +66,12 @@ class EngineConfig:
     model_name: str
     host: str = "127.0.0.1"
     port: int = 8080
+    rpc_port: int = 0
+    rpc_secret: str = dataclasses.field(default="", repr=False)
+    rpc_connections: int = 64
+    rpc_idle_s: float = 600.0
+    rpc_stall_s: float = 30.0
+    max_state_bytes: int = 1 << 34
     slots: int = 4
     context_tokens: int = 4096
     cache_tokens: int = 0
@@ -69,6 +97,17 @@ class EngineConfig:
     checkpoint_min_tokens: int = -1
     host_cache_bytes: int = 1 << 30
     put_away_idle: bool = True
+    slot_save_path: str = ""
+    kv_family: str = ""
+    kv_block_tokens: int = 0
+    digest_folder: str = ""
+    speculation: str = "none"
+    draft_tokens: int = 3
+    pooling: str = ""
+    embedding_inputs: int = 32
+    projector_path: str = ""
+    image_max_tokens: int = 0
+    chat_template: str = ""
     default_max_tokens: int = 0
     default_temperature: float = 0.8
     default_top_p: float = 0.95
@@ -83,6 +122,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         bounds: Mapping[str, tuple[float, float]] = {
             "port": (0, 65535),
+            "rpc_port": (0, 65535),
+            "rpc_connections": (1, 4096),
+            "rpc_idle_s": (1, 86400),
+            "rpc_stall_s": (0.1, 3600),
+            "max_state_bytes": (1024, 1 << 36),
             "slots": (1, 64),
             "context_tokens": (16, 1 << 22),
             "cache_tokens": (0, 1 << 24),
@@ -98,6 +142,10 @@ class EngineConfig:
             "checkpoint_spacing_tokens": (0, 1 << 20),
             "checkpoint_min_tokens": (-1, 1 << 20),
             "host_cache_bytes": (0, 1 << 44),
+            "draft_tokens": (1, 16),
+            "embedding_inputs": (1, 256),
+            "image_max_tokens": (0, 1 << 16),
+            "kv_block_tokens": (0, 1 << 14),
             "default_max_tokens": (0, 1 << 22),
             "default_temperature": (0, 5),
             "default_top_p": (0, 1),
@@ -113,9 +161,21 @@ class EngineConfig:
                 raise ConfigInvalid(f"{key} is {value}; it must lie between {low:g} and {high:g}")
         if self.sampling not in SAMPLING_PATHS:
             raise ConfigInvalid(f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLING_PATHS)}")
+        if self.speculation not in SPECULATIONS:
+            raise ConfigInvalid(f"speculation is {self.speculation!r}; it must be one of {', '.join(SPECULATIONS)}")
+        if self.pooling not in POOLINGS:
+            raise ConfigInvalid(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS[1:])}, or empty")
         for key in ("kv_type_k", "kv_type_v"):
             if getattr(self, key) not in KV_TYPES:
                 raise ConfigInvalid(f"{key} is {getattr(self, key)!r}; it must be one of {', '.join(KV_TYPES)}")
+        if 0 < len(self.rpc_secret.encode()) < MIN_SECRET_BYTES:
+            raise ConfigInvalid(f"rpc_secret has fewer than {MIN_SECRET_BYTES} bytes; make one of random bytes")
+        if self.kv_block_tokens & (self.kv_block_tokens - 1):
+            raise ConfigInvalid(f"kv_block_tokens is {self.kv_block_tokens}; it must be a power of two, or 0")
+        if not re.fullmatch(r"[\w.-]{0,64}", self.kv_family):
+            raise ConfigInvalid(
+                f"kv_family is {self.kv_family!r}; it must be a short name of letters, digits, '.', '_' and '-'"
+            )
         self._check_placement()
         if self.cells < self.context_tokens:
             raise ConfigInvalid(f"cache_tokens is {self.cells}; one request alone may take {self.context_tokens}")
@@ -141,10 +201,34 @@ class EngineConfig:
                     f"tensor_overrides has {pattern!r}, which is no regular expression: {error}"
                 ) from error
 
+    def refuse_open_rpc(self) -> None:
+        """Raises ConfigInvalid for a port that strangers could reach and that asks them for nothing.
+
+        Not part of making one, since the secret may still come from the environment.
+        """
+        if self.rpc_port and not self.rpc_secret and not is_loopback(self.host):
+            raise ConfigInvalid(
+                f"rpc_port {self.rpc_port} on {self.host} needs rpc_secret: without one it is served on loopback only"
+            )
+
     @property
     def cells(self) -> int:
-        """KV cells of the context: every slot can hold a full request unless cache_tokens says otherwise."""
+        """KV cells of the context: every slot can hold a full request unless cache_tokens says otherwise.
+
+        With pooling nothing stays: a long input is computed over several steps, and others fill up the rest of each.
+        """
+        if self.pooling:
+            return self.cache_tokens or self.context_tokens + min(self.batch_tokens, self.micro_batch_tokens)
         return self.cache_tokens or self.context_tokens * self.slots
+
+    @property
+    def pooled_step_tokens(self) -> int:
+        """Tokens that one step of a pooling engine may compute; one micro-batch, since a mean is taken within one."""
+        return min(self.batch_tokens, self.micro_batch_tokens, self.cells)
+
+    @property
+    def longest_draft(self) -> int:
+        return 0 if self.speculation == "none" or self.pooling else self.draft_tokens
 
     @property
     def samples_on_device(self) -> bool:
@@ -153,6 +237,8 @@ class EngineConfig:
         On two CPU cores the device chain was 15 to 20 % slower than choosing from raw logits; on a GPU it saves the copy of
         every row and the search through it.
         """
+        if self.pooling:
+            return False
         return self.sampling == "backend" or (self.sampling == "auto" and self.gpu_layers != 0)
 
     @property
@@ -162,16 +248,21 @@ class EngineConfig:
 
     @property
     def sequences(self) -> int:
-        """Sequence ids of the context: decoding ones and checkpoints. Recurrent state takes memory for each."""
-        return self.decoding_sequences + self.checkpoints
+        """Sequence ids of the context: decoding ones, checkpoints, scratch. Recurrent state takes memory for each."""
+        if self.pooling:
+            return min(self.embedding_inputs, self.pooled_step_tokens)
+        return self.decoding_sequences + self.checkpoints + SCRATCH_SEQUENCES
 
     @property
     def outputs(self) -> int:
         """Rows of logits that one step may ask for. llama.cpp's default, a row per batch token, reserves hundreds of MiB.
 
-        A step asks for one row per running sequence; llama.cpp wants room for one per sequence id all the same.
+        A step asks for one row per running sequence and one more for each token of a draft; llama.cpp wants room for one per
+        sequence id all the same. With pooling it makes a row of every token.
         """
-        return self.sequences
+        if self.pooling:
+            return self.pooled_step_tokens
+        return max(self.sequences, self.decoding_sequences * (1 + self.longest_draft))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
@@ -218,7 +309,10 @@ def _from_json(key: str, value: object, type_name: str) -> object:
 
 @dataclass(frozen=True)
 class SlotView:
-    """One slot as `GET /slots` shows it. `state` is idle, prefill or decode; cached tokens of an idle slot can be reused."""
+    """One slot as `GET /slots` shows it; cached tokens of an idle slot can be reused.
+
+    `state` is idle, prefill, decode, or while its KV state leaves or enters, export or restore.
+    """
 
     id: int
     state: str

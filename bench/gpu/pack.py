@@ -31,6 +31,10 @@ ROOTS = (
     "prometheus-client",
     "jinja2",
     "numpy",
+    "blake3",
+    "llguidance",
+    "xxhash",
+    "pillow",
     "gguf",
     "psutil",
     "rich",
@@ -39,7 +43,8 @@ ROOTS = (
 )
 LOCK_FILES = ("requirements/run.txt", "requirements/llama.txt")
 CODE = ("engines", "pools", "bench", "native")
-GLIBC = ("2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5")  # pip matches each exactly; the machine's is newer
+# pip matches each exactly; the machine's is newer
+GLIBC = ("2_39", "2_36", "2_35", "2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2_12", "2_5")
 DOWNLOAD_TIMEOUT_S = 600
 
 SOURCE_KEPT = re.compile(

@@ -9,6 +9,7 @@ Stages (what an earlier call left in the work folder is used again):
   long-greedy   contexts of 8,192 tokens
   long-topk
   prefix        five-turn conversations
+  spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
 
 No stage begins or goes on past --limit-s; what was measured until then counts. After every stage results.json, tables.txt
 and logs.tar.xz are written to --out ($OUT), and at the end one table of all that the work folder holds.
@@ -55,8 +56,9 @@ BENCHES: dict[str, list[str]] = {
     "long-greedy": ["engine", *LONG, "--sampling", "greedy", "--ceiling"],
     "long-topk": ["engine", *LONG, "--sampling", "topk"],
     "prefix": ["prefix", "--rounds", "1"],
+    "spec": ["spec", "--rounds", "1", "--new-tokens", "192", "--peer-form", "default+bare"],
 }
-ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=2048", "--set", "micro_batch_tokens=512"]
+ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=512"]
 
 
 @dataclass(frozen=True)
@@ -199,13 +201,16 @@ def _link(path: Path, target: Path) -> None:
 
 def bench(name: str, call: Call) -> bool:
     """One `python -m bench …`, its output shown and kept, its details in results/NAME.json as far as it came."""
-    command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", call.model, "--logs", str(call.logs / name)]
+    model = f"{call.model}-drafts" if name == "spec" else call.model
+    command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", model, "--logs", str(call.logs / name)]
     command += ["--out", str(call.results / f"{name}.json")]
     command += ON_A_CARD if call.compute_capability else []
     if BENCHES[name][0] == "engine":
         # a server that begins late would be cut off in its cells
         command += ["--budget-s", str(max(1.0, call.left_s * 0.8))]
         command += TINY if call.tiny else []
+    elif name == "spec":
+        command += ["--acceptance", "1.0", "--new-tokens", "16"] if call.tiny else []
     elif call.tiny:
         command += ["--conversations", "1", "--system-words", "200", "--answer-tokens", "4"]
     text = call.results / f"{name}.txt"

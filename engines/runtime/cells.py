@@ -14,6 +14,7 @@ from collections.abc import Sequence as TokenSequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engines.runtime.draft_rows import DraftRows
 from engines.runtime.llama import Llama
 
 
@@ -77,6 +78,8 @@ class Sequence:
         self.index = index
         self.llama = llama
         self.tokens: list[int] = []
+        # What a draft head holds of it; follows every change.
+        self.draft: DraftRows | None = None
         self._cells = array("i")
         self._ledger = ledger
 
@@ -94,13 +97,27 @@ class Sequence:
         self.tokens += tokens
 
     def cut(self, length: int) -> None:
-        """Keeps the first `length` tokens; everything goes where the memory cannot drop a suffix (recurrent state)."""
-        if length >= len(self.tokens):
-            return
-        if length > 0 and self.llama.keep_prefix(self.index, length):
+        """Keeps the first `length` tokens; everything goes where the memory cannot drop a suffix (recurrent state).
+
+        Room for taking drafts back does not change that: outside of a draft llama.cpp would agree and be wrong.
+        """
+        if length < len(self.tokens):
+            self._drop(length, possible=not self.llama.has_recurrent_state)
+
+    def take_back(self, length: int) -> bool:
+        """Drops what the last step decoded behind the first `length` tokens, at most a draft. False when that failed and
+        everything is gone."""
+        if length < len(self.tokens):
+            self._drop(length, possible=True)
+        return len(self.tokens) == length
+
+    def _drop(self, length: int, *, possible: bool) -> None:
+        if length > 0 and possible and self.llama.keep_prefix(self.index, length):
             self._ledger.drop(self.cells[length:])
             self._cells = self._cells[:length]
             del self.tokens[length:]
+            if self.draft is not None:
+                self.draft.cut(length)
         else:
             self.clear()
 
@@ -108,6 +125,8 @@ class Sequence:
         self.llama.clear(self.index)
         self._ledger.drop(self.cells)
         self.tokens, self._cells = [], array("i")
+        if self.draft is not None:
+            self.draft.clear()
 
     def share_prefix(self, source: Sequence, length: int) -> None:
         """Takes over the first `length` tokens of `source` without computing or copying. Clears this sequence first.
@@ -119,6 +138,8 @@ class Sequence:
         self._cells = source._cells[:length]
         self._ledger.share(self.cells)
         self.tokens = source.tokens[:length]
+        if self.draft is not None and source.draft is not None:
+            self.draft.share(source.draft, length)
 
     def load(self, state: NDArray[np.uint8], tokens: list[int]) -> bool:
         """Replaces the content by an exported state of `tokens`. False, and empty, when llama.cpp refuses it."""
@@ -130,6 +151,16 @@ class Sequence:
         self._cells = array("i", self._ledger.take(len(tokens)))
         self.tokens = list(tokens)
         return True
+
+    def receive(self, count: int) -> None:
+        """Notes cells that an import has filled. Their tokens stay unknown until `received`, so nobody reuses them before."""
+        self._cells.extend(self._ledger.take(count))
+
+    def received(self, tokens: list[int]) -> None:
+        """Ends an import: the cells received hold the state of `tokens`. Raises ValueError when the counts differ."""
+        if len(tokens) != len(self._cells):
+            raise ValueError(f"{len(tokens)} tokens for {len(self._cells)} cells")
+        self.tokens = list(tokens)
 
     def cells_alone(self) -> int:
         """Cells that clearing this sequence would free."""

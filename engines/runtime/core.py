@@ -11,19 +11,26 @@ import logging
 import threading
 import time
 from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engines.config import EngineConfig, SlotView
 from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping
 from engines.runtime import memory
-from engines.runtime.candidates import NoLogits
-from engines.runtime.generation import Generation, Mailbox, Piece, deliver
+from engines.runtime.drawing import Drawing
+from engines.runtime.errands import ErrandQueue, Work
+from engines.runtime.generation import Generation, Piece
 from engines.runtime.llama import Llama
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.outbox import Outbox
 from engines.runtime.planner import Row, StepPlanner
 from engines.runtime.prefix import PrefixCache, Source
-from engines.runtime.sampler import Sampler, TokenLogprob
+from engines.runtime.sampler import Sampler
 from engines.runtime.slots import Slot
-from engines.runtime.text import NOTHING, Released
+from engines.runtime.speculation import Speculation
+from engines.runtime.state_codec import StateCodec, probe
 from engines.runtime.waiting import WaitingLine
 
 log = logging.getLogger("hydra.engine.core")
@@ -48,22 +55,40 @@ class EngineCore(threading.Thread):
         self.changed = asyncio.Event()
         self.llama: Llama | None = None
         self._threads = threads
-        self._loop = loop
+        self._outbox = Outbox(loop, metrics)
         self._waiting = WaitingLine(config.queue_limit)
         self._wake = self._waiting.changed
-        self._outbox: list[tuple[Mailbox, Piece]] = []
+        self._errands = ErrandQueue(self._wake)
         self._cache: PrefixCache | None = None
+        self.speculation: Speculation | None = None
+        # None with a reason where llama.cpp lays out states in an unknown way, so that none may leave or enter.
+        self.codec: StateCodec | None = None
+        self.sharing_refusal = ""
 
     # --- called from any thread -----------------------------------------------------------------
 
     def submit(self, *generations: Generation) -> None:
         """Queues all or none. Raises EngineLoading, EngineStopping, or QueueFull when the waiting line is at its bound."""
         with self._wake:
-            if self._cache is None:
-                raise EngineLoading("The model is being loaded.")
-            if self.state != "ready":
-                raise EngineStopping("The engine is shutting down.")
-            self._waiting.put(list(generations), sum(slot.idle for slot in self._cache.slots))
+            cache = self._require_ready()
+            self._waiting.put(list(generations), sum(slot.idle for slot in cache.slots))
+
+    async def perform(self, work: Work) -> Any:
+        """Runs `work` on the core's thread, slice by slice between steps (see errands.py); returns or raises what it does.
+
+        Cancelling closes the generator at its next yield. Raises EngineLoading and EngineStopping.
+        """
+        with self._wake:
+            self._require_ready()
+            result = self._errands.put(work)
+        return await asyncio.wrap_future(result)
+
+    def _require_ready(self) -> PrefixCache:
+        if self._cache is None:
+            raise EngineLoading("The model is being loaded.")
+        if self.state != "ready":
+            raise EngineStopping("The engine is shutting down.")
+        return self._cache
 
     def cancel(self, generation: Generation) -> None:
         """Ends a generation at the next step; harmless when it has ended. Nothing more is sent for it."""
@@ -91,18 +116,31 @@ class EngineCore(threading.Thread):
             self.failure, self.state = error, "failed"
         finally:
             self._end_all(EngineStopping("The engine is shutting down."))
+            if self.speculation:
+                self.speculation.close()
             if self.llama:
                 self.llama.close()
-            self._announce()
+            self._outbox.call(self.changed.set)
 
     def _load(self) -> None:
         started = time.monotonic()
         self.llama = Llama(self.config, self._threads, self._on_load_progress)
+        # Where layers are on a card, llama_decode only starts the computing.
+        self._computes_apart = self.config.gpu_layers != 0
         cache = PrefixCache(self.llama, self.config)
         self._planner = StepPlanner(self.llama, cache, self.config)
         self._planner.warm_up()
+        if self.config.longest_draft:
+            self.speculation = Speculation(self.llama, cache, self.config, self._threads)
+            self.speculation.warm_up(self._planner.batch)
+            self._planner.speculation = self.speculation
+            self.metrics.watch_drafts(self.speculation.length)
         if not cache.cuts_anywhere:
             cache.checkpoint_min_tokens = self._planner.checkpoint_min_tokens
+        self._drawing = Drawing(
+            self.llama, self.config, self._outbox, self.metrics, self.speculation, self._fail, self._give_up_slot
+        )
+        self.codec, self.sharing_refusal = probe(cache, self.llama)
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)
@@ -110,7 +148,7 @@ class EngineCore(threading.Thread):
             if self.state == "loading":
                 self.state = "ready"
         log.info("%s is ready after %.2f s", self.config.model_name, time.monotonic() - started)
-        self._announce()
+        self._outbox.call(self.changed.set)
 
     def _on_load_progress(self, share: float) -> None:
         self.load_share = share
@@ -129,10 +167,13 @@ class EngineCore(threading.Thread):
                 log.exception("a step failed; its generations are ended and the memory is cleared")
                 self._fail_running(DecodeFailed("The engine failed inside a step; its log has the cause."))
                 worked = True
-            self._send()
-            if not worked and not self.cache.put_away_one():
+            if not worked:
+                self._outbox.write()
+            self._outbox.send()
+            helped = self._errands.advance(self.cache, busy=worked)
+            if not worked and not helped and not self.cache.put_away_one():
                 with self._wake:
-                    if self.state == "ready" and not len(self._waiting):
+                    if self.state == "ready" and not len(self._waiting) and not len(self._errands):
                         self._wake.wait(IDLE_WAIT_S)
 
     def step(self) -> bool:
@@ -143,9 +184,19 @@ class EngineCore(threading.Thread):
         rows = self._planner.plan()
         if not rows:
             return False
+        started = time.monotonic()
         if self._decode(rows):
-            self._sample(rows)
+            self._draw(rows)
+            if self.speculation:
+                self.speculation.stepped(rows, time.monotonic() - started)
         return True
+
+    def _draw(self, rows: list[Row]) -> None:
+        for row in rows:
+            if row.draws:
+                self._drawing.take_tokens(row)
+        if not self._computes_apart:
+            self._outbox.write()
 
     # --- admit ----------------------------------------------------------------------------------
 
@@ -159,7 +210,7 @@ class EngineCore(threading.Thread):
                 slot.release()
                 ended.append(running)
         for generation in ended:
-            self._end(generation, error=None if generation.cancelled else _late(generation))
+            self._outbox.end(generation, error=None if generation.cancelled else _late(generation))
 
     def _admit(self) -> None:
         """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
@@ -167,9 +218,7 @@ class EngineCore(threading.Thread):
             return
         running = Counter(slot.generation.owner for slot in self.cache.slots if slot.generation)
         for generation in self._waiting.in_order(running):
-            raw_logits = not self.config.samples_on_device or generation.params.needs_whole_vocabulary(
-                self.config.device_candidates
-            )
+            raw_logits = not self.config.samples_on_device or generation.needs_raw_logits(self.config.device_candidates)
             if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self.cache.slots):
                 self.metrics.wait_steps.labels("slot").inc()
                 continue
@@ -202,7 +251,7 @@ class EngineCore(threading.Thread):
             generation.started_at = time.monotonic()
             self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
         if generation.sampler is None:
-            generation.sampler = Sampler(generation.params, self.loaded)
+            generation.sampler = Sampler(generation.params, self.loaded, generation.constraint)
             generation.sampler.see_prompt(generation.prompt)
 
     def _yield_cells(self) -> None:
@@ -213,12 +262,17 @@ class EngineCore(threading.Thread):
 
     def _preempt(self, slot: Slot) -> None:
         """Puts a running generation back to the head of the line. Its tokens are the truth, so its text goes on unbroken."""
+        assert slot.generation is not None
+        slot.generation.preemptions += 1
+        self.metrics.preemptions.inc()
+        self._give_up_slot(slot)
+        slot.sequence.clear()
+
+    def _give_up_slot(self, slot: Slot) -> None:
+        """The generation waits for another slot; what was computed of it can be reused."""
         generation = slot.generation
         assert generation is not None
-        generation.preemptions += 1
-        self.metrics.preemptions.inc()
         slot.release()
-        slot.sequence.clear()
         self._waiting.put_back(generation)
 
     # --- decode ---------------------------------------------------------------------------------
@@ -228,11 +282,15 @@ class EngineCore(threading.Thread):
         started = time.monotonic()
         batch = self._planner.batch
         status = self.loaded.decode(batch)
+        if self._computes_apart:
+            self._outbox.write()
+            self._outbox.send()
         self.metrics.decode_calls.inc()
         self.metrics.step_seconds.observe(time.monotonic() - started)
         if status == 0:
+            hidden = self.speculation.hidden_rows(batch.count) if self.speculation else None
             for row in rows:
-                self._advance(row)
+                self._advance(row, hidden)
             return True
         log.warning("llama_decode answered %d for a batch of %d rows", status, batch.count)
         for row in rows:
@@ -249,25 +307,28 @@ class EngineCore(threading.Thread):
     def _decode_alone(self, row: Row) -> None:
         alone = self._planner.plan_alone(row.slot)
         if self._decode(alone):
-            self._sample(alone)
+            self._draw(alone)
 
-    def _advance(self, row: Row) -> None:
+    def _advance(self, row: Row, hidden: NDArray[np.float32] | None) -> None:
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
         start = len(slot.sequence)
-        slot.sequence.append(generation.tokens[start : start + row.count])
+        slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
+        if hidden is not None and slot.sequence.draft is not None:
+            slot.sequence.draft.note(start, hidden[row.first : row.last + 1])
         if len(slot.sequence) in generation.cuts:
             self.cache.checkpoint(slot)
         if generation.new_tokens == 0:
             self.metrics.prompt_tokens.inc(row.count)
             if generation.wants_progress:
-                self._post(generation, Piece(generation.choice, prompt_done_tokens=len(slot.sequence)))
+                self._outbox.post(generation, Piece(generation.choice, prompt_done_tokens=len(slot.sequence)))
 
     def _restore(self, slot: Slot) -> None:
         """Makes memory and bookkeeping agree again after a batch that may have been computed in part."""
         sequence = slot.sequence
-        if self.loaded.last_position(sequence.index) >= len(sequence) and not self.loaded.keep_prefix(
-            sequence.index, len(sequence)
+        if self.loaded.last_position(sequence.index) >= len(sequence) and (
+            # With room for drafts llama.cpp would agree to take a recurrent state back, and be wrong.
+            self.loaded.has_recurrent_state or not self.loaded.keep_prefix(sequence.index, len(sequence))
         ):
             sequence.clear()
 
@@ -276,92 +337,7 @@ class EngineCore(threading.Thread):
         assert generation is not None
         slot.release()
         slot.sequence.clear()
-        self._end(generation, error=error)
-
-    # --- sample ---------------------------------------------------------------------------------
-
-    def _sample(self, rows: list[Row]) -> None:
-        for row in rows:
-            if row.draws:
-                self._take_token(row)
-
-    def _take_token(self, row: Row) -> None:
-        generation = row.slot.generation
-        assert generation is not None
-        try:
-            token, logprob = self._draw(row)
-        except NoLogits as error:
-            self._fail(row.slot, DecodeFailed(f"The model gave no usable result: {error}."))
-            return
-        generation.tokens.append(token)
-        now = time.monotonic()
-        if generation.first_token_at is None:
-            generation.first_token_at = now
-            self.metrics.first_token_seconds.observe(now - generation.queued_at)
-        self.metrics.predicted_tokens.inc()
-        reason = None
-        if token in self.loaded.vocabulary.end_tokens:
-            released, reason = generation.text.finish(), "stop"
-        else:
-            released = generation.text.feed(self.loaded.vocabulary.pieces[token], logprob)
-            if generation.text.stopped:
-                reason = "stop"
-            elif (
-                generation.new_tokens >= generation.max_new_tokens
-                or len(generation.tokens) >= self.config.context_tokens
-            ):
-                rest = generation.text.finish()
-                released, reason = released.with_more(rest), "length"
-        if reason is None:
-            if released.text or released.logprobs:
-                self._post(generation, Piece(generation.choice, released.text, released.logprobs))
-            return
-        row.slot.release()
-        self._end(generation, released, reason)
-
-    def _draw(self, row: Row) -> tuple[int, TokenLogprob | None]:
-        sampler = row.slot.generation.sampler if row.slot.generation else None
-        assert sampler is not None
-        if row.slot.has_raw_logits:
-            return sampler.draw_from_logits(self.loaded.logits(row.last))
-        return sampler.draw_from_candidates(*self.loaded.candidates(row.last)), None
-
-    # --- send -----------------------------------------------------------------------------------
-
-    def _post(self, generation: Generation, piece: Piece) -> None:
-        self._outbox.append((generation.mailbox, piece))
-
-    def _end(
-        self,
-        generation: Generation,
-        released: Released = NOTHING,
-        reason: str | None = None,
-        *,
-        error: EngineError | None = None,
-    ) -> None:
-        """The one exit of every generation: frees its sampler, counts it, and posts its last piece unless it cancelled."""
-        if generation.sampler:
-            generation.sampler.close()
-        stats = generation.stats(time.monotonic())
-        self.metrics.ended("cancelled" if generation.cancelled else error.code if error else str(reason), stats)
-        if not generation.cancelled:
-            last = Piece(generation.choice, released.text, released.logprobs, None, reason, error, stats)
-            self._post(generation, last)
-
-    def _send(self) -> None:
-        if self._outbox:
-            outbox, self._outbox = self._outbox, []
-            self._on_loop(deliver, outbox)
-
-    def _announce(self) -> None:
-        self._on_loop(self.changed.set)
-
-    def _on_loop(self, callback: object, *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)  # type: ignore[arg-type]
-        except RuntimeError:
-            # The loop has closed: the process is ending and nobody is left to hear it.
-            log.debug("the event loop is closed")
+        self._outbox.end(generation, error=error)
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -382,8 +358,9 @@ class EngineCore(threading.Thread):
                 ending.append(slot.generation)
             slot.release()
         for generation in ending:
-            self._end(generation, error=error)
-        self._send()
+            self._outbox.end(generation, error=error)
+        self._errands.fail_all(error)
+        self._outbox.send()
 
     @property
     def loaded(self) -> Llama:

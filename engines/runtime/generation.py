@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engines.errors import EngineError
+from engines.runtime.constraint import Constraint
+from engines.runtime.draft_length import Acceptance
 from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from engines.runtime.text import TextAssembler
+from engines.runtime.thinking_budget import ThinkingBudget
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,17 @@ class Stats:
     queue_s: float
     prompt_s: float
     decode_s: float
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`."""
+    """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`.
+
+    `token_ids` were drawn since the piece before; the text of the last ones may still be held back.
+    """
 
     choice: int = 0
     text: str = ""
@@ -35,6 +45,7 @@ class Piece:
     finish_reason: str | None = None
     error: EngineError | None = None
     stats: Stats | None = None
+    token_ids: tuple[int, ...] = ()
 
     @property
     def is_last(self) -> bool:
@@ -99,7 +110,7 @@ class Generation:
     """Owned by the core's thread after submission, except `cancelled`, which anybody may set.
 
     `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
-    earlier; `owner` groups requests that share one fair part.
+    earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
     """
 
     request_id: str
@@ -121,16 +132,42 @@ class Generation:
     first_token_at: float | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_min: int = 0
+    draft_max: int | None = None
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    thinking_budget: ThinkingBudget | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)
+        self._posted = len(self.tokens)
         self.text = TextAssembler(self.stops)
         self.sampler: Sampler | None = None
+        self.acceptance = Acceptance()
+        self.needs_whole_rows = False
+        self.forced: deque[int] = deque()
+
+    @property
+    def longest_draft(self) -> int:
+        """As many tokens may be drafted: behind them one more is drawn, which still belongs to the answer."""
+        wanted = self.max_new_tokens - self.new_tokens - 1
+        return wanted if self.draft_max is None else min(wanted, self.draft_max)
+
+    def unposted(self) -> tuple[int, ...]:
+        """Tokens drawn since this was asked before: what the next piece carries."""
+        begin, self._posted = self._posted, len(self.tokens)
+        return tuple(self.tokens[begin:])
 
     def add_cut(self, position: int) -> None:
         """Asks for a checkpoint after `position` tokens of the prompt."""
         if position not in self.cuts and 0 < position < len(self.tokens):
             self.cuts = sorted([*self.cuts, position])
+
+    def needs_raw_logits(self, device_candidates: int) -> bool:
+        """Whether a device chain that hands out `device_candidates` of a row is not enough, or has proved not to be."""
+        return self.needs_whole_rows or self.params.needs_whole_vocabulary(device_candidates)
 
     @property
     def new_tokens(self) -> int:
@@ -146,4 +183,7 @@ class Generation:
             queue_s=started - self.queued_at,
             prompt_s=first - started,
             decode_s=now - first,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )

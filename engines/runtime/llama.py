@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import llama_cpp
@@ -20,6 +21,7 @@ from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import llama_log
 from engines.runtime.context_params import ContextParams
+from engines.runtime.long_runs import BLOCK_CHARS, cut_long_runs
 from engines.runtime.memory import LoadWatch, MemoryReport
 from engines.runtime.placement import place
 
@@ -54,7 +56,21 @@ class Vocabulary:
         return "" if token < 0 else self._piece(token, special=True).decode("utf-8", "replace")
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
-        """Token ids of `text`. llama.cpp tells the needed size by a negative count, hence at most two calls."""
+        """Token ids of `text`. Long runs of one kind of characters are taken piece by piece (see long_runs.py)."""
+        pieces = [text]
+        if len(text) > BLOCK_CHARS and self._splits_by_regex:
+            pieces = cut_long_runs(text, self._special_texts)
+        tokens = self._tokenize(pieces[0], add_special=add_special, parse_special=parse_special)
+        if len(pieces) == 1:
+            return tokens
+        # What a vocabulary puts behind a text comes after its last piece.
+        ending = [tokens.pop()] if add_special and llama_cpp.llama_vocab_get_add_eos(self._vocab) else []
+        for piece in pieces[1:]:
+            tokens += self._tokenize(piece, add_special=False, parse_special=parse_special)
+        return tokens + ending
+
+    def _tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """llama.cpp tells the needed size by a negative count, hence at most two calls."""
         raw = text.encode("utf-8")
         capacity = len(raw) + 8
         for _ in range(2):
@@ -64,6 +80,28 @@ class Vocabulary:
                 return list(buffer[:count])
             capacity = -count
         raise ValueError("llama_tokenize wants more room than it asked for")
+
+    @cached_property
+    def _splits_by_regex(self) -> bool:
+        kind: int = llama_cpp.llama_vocab_type(self._vocab)
+        return kind == int(llama_cpp.LLAMA_VOCAB_TYPE_BPE)
+
+    @cached_property
+    def _special_texts(self) -> list[str]:
+        """Tokens that llama.cpp finds in a text before it splits the rest: control tokens and others that were added."""
+        special = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+        return [
+            self.text_of(token)
+            for token in range(self.size)
+            if llama_cpp.llama_vocab_get_attr(self._vocab, token) & special
+        ]
+
+
+def float_view(pointer: Any, count: int) -> NDArray[np.float32]:
+    """A view of `count` floats of llama.cpp's; np.ctypeslib.as_array takes fifty microseconds for this."""
+    array: Any = (ctypes.c_float * count).from_address(ctypes.addressof(pointer.contents))
+    view: NDArray[np.float32] = np.frombuffer(array, dtype=np.float32)
+    return view
 
 
 class Batch:
@@ -95,16 +133,15 @@ class Batch:
     def room(self) -> int:
         return self.capacity - self.count
 
-    def add(self, seq: int, start: int, tokens: Sequence[int], *, output_last: bool) -> int:
-        """Appends `tokens` at positions `start`… of `seq`; returns the row of the last one."""
+    def add(self, seq: int, start: int, tokens: Sequence[int], *, outputs: int) -> int:
+        """Appends `tokens` at positions `start`… of `seq`, the last `outputs` of them with results; returns the last row."""
         first, end = self.count, self.count + len(tokens)
         self._token[first:end] = tokens
         self._pos[first:end] = np.arange(start, start + len(tokens))
         self._seq[first:end] = seq
         self._output[first:end] = 0
-        if output_last:
-            self._output[end - 1] = 1
-            self.outputs += 1
+        self._output[end - outputs : end] = 1
+        self.outputs += outputs
         self.count = end
         self.native.n_tokens = end
         return end - 1
@@ -167,7 +204,8 @@ class Llama:
             )
         self._cleanup.callback(llama_cpp.llama_free, self.context)
         self.memory = llama_cpp.llama_get_memory(self.context)
-        self._row = ctypes.c_float * self.vocabulary.size
+        # At most as many as there are cells, however large a batch was asked for.
+        self.batch_tokens: int = llama_cpp.llama_n_batch(self.context)
         self._candidate_ids = np.zeros(config.device_candidates, dtype=np.int32)
         self._candidate_logits = np.zeros(config.device_candidates, dtype=np.float32)
 
@@ -184,10 +222,7 @@ class Llama:
         pointer = llama_cpp.llama_get_logits_ith(self.context, row)
         if not pointer:
             raise ValueError(f"row {row} of the batch asked for no logits")
-        # np.ctypeslib.as_array takes fifty microseconds for this.
-        array: Any = self._row.from_address(ctypes.addressof(pointer.contents))
-        logits: NDArray[np.float32] = np.frombuffer(array, dtype=np.float32)
-        return logits
+        return float_view(pointer, self.vocabulary.size)
 
     def candidates(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Ids and logits of the row's device candidates, in no order; valid until the next call.
@@ -222,6 +257,45 @@ class Llama:
         pointer = state.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         read = int(llama_cpp.llama_state_seq_set_data(self.context, pointer, state.nbytes, seq))
         return read == state.nbytes > 0
+
+    def share_range(self, source: int, target: int, start: int, end: int) -> None:
+        """Lets `target` hold positions [start, end) of `source` too, in a unified cache without a copy. A recurrent state has
+        no positions: `target` then shares the source's as it is now, and none where the source is empty."""
+        llama_cpp.llama_memory_seq_cp(self.memory, source, target, start, end)
+
+    def part_bytes(self, seq: int) -> int:
+        """Size of what `export_into(…, partial=True)` writes."""
+        flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        return int(llama_cpp.llama_state_seq_get_size_ext(self.context, seq, flags))
+
+    def export_into(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool) -> int:
+        """Writes the state of `seq` into `buffer`, `partial`: only what cannot be cut (recurrent state, last window).
+
+        Returns the bytes written, 0 when the buffer is too small.
+        """
+        flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        return int(llama_cpp.llama_state_seq_get_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
+
+    def import_from(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool) -> bool:
+        """Loads what `export_into` gave, whose every field must have been checked before: llama.cpp does not.
+
+        False when it did not take all of it; parts of the old state may then survive until `clear`.
+        """
+        flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
+        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        read = int(llama_cpp.llama_state_seq_set_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
+        return read == buffer.nbytes > 0
+
+    def metadata(self) -> dict[str, str]:
+        """The model file's scalar keys and values as llama.cpp prints them; long values are cut."""
+        found = {}
+        for index in range(llama_cpp.llama_model_meta_count(self.model)):
+            key, value = ctypes.create_string_buffer(256), ctypes.create_string_buffer(1024)
+            if llama_cpp.llama_model_meta_key_by_index(self.model, index, key, len(key)) >= 0:
+                llama_cpp.llama_model_meta_val_str_by_index(self.model, index, value, len(value))
+                found[key.value.decode("utf-8", "replace")] = value.value.decode("utf-8", "replace")
+        return found
 
     @property
     def needs_checkpoints(self) -> bool:

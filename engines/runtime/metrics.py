@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from engines.runtime.draft_length import DraftLength
 from engines.runtime.generation import Stats
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.waiting import WaitingLine
@@ -25,6 +26,8 @@ class EngineMetrics:
         self.decode_calls = self._counter("llamacpp:n_decode", "Calls of llama_decode")
         self.cached_tokens = self._counter("hydra_engine_cached_prompt_tokens", "Prompt tokens reused, not computed")
         self.preemptions = self._counter("hydra_engine_preemptions", "Generations put back because the cache was full")
+        self.drafted_tokens = self._counter("hydra_engine_drafted_tokens", "Tokens drafted for a step to verify")
+        self.accepted_tokens = self._counter("hydra_engine_accepted_tokens", "Drafted tokens that were right")
         self.requests = Counter(
             "hydra_engine_requests", "Ended generations by outcome", ["outcome"], registry=self.registry
         )
@@ -72,9 +75,18 @@ class EngineMetrics:
         )
         gauge("hydra_engine_host_cache_entries", "States in host memory").set_function(lambda: len(cache.host))
 
+    def watch_drafts(self, length: DraftLength) -> None:
+        """Registers what the choice of a draft's length rests on."""
+        Gauge("hydra_engine_draft_length", "Tokens of the last draft, 0 where drafting does not pay",
+              registry=self.registry).set_function(lambda: length.chosen)  # fmt: skip
+        Gauge("hydra_engine_draft_acceptance", "Share of drafted tokens that were right, of late, all generations",
+              registry=self.registry).set_function(lambda: length.prior)  # fmt: skip
+
     def ended(self, outcome: str, stats: Stats) -> None:
         self.requests.labels(outcome).inc()
         self.cached_tokens.inc(stats.cached_tokens)
+        self.drafted_tokens.inc(stats.drafted_tokens)
+        self.accepted_tokens.inc(stats.accepted_tokens)
         if stats.completion_tokens:
             self.prompt_seconds.inc(stats.prompt_s)
             self.predicted_seconds.inc(stats.decode_s)

@@ -10,6 +10,7 @@ from engines.config import EngineConfig
 from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
+from engines.runtime.speculation import Speculation
 
 # How long one chunk of a prompt may take: a cancel waits for its end, and so does everybody's next token.
 CHUNK_ALONE_S = 2.0
@@ -19,19 +20,36 @@ OLDEST_EVERY_CHUNKS = 4
 # Computing this much again is cheaper than stopping a prompt for a checkpoint, which costs a call of llama_decode.
 CHECKPOINT_WORTH_S = 0.15
 MAX_CHECKPOINT_MIN_TOKENS = 512
-WARM_UP_TOKENS = (16, 64)
+# Sizes of the prompts that a warm-up runs, until one takes long enough to tell the speed of a chunk.
+WARM_UP_TOKENS = (16, 64, 256, 1024, 4096)
+WARM_UP_ENOUGH_S = 0.1
+WARM_UP_SLOW_S = 1.0
+# Rests of prompts that are shorter than this, and of more lengths than that, go in powers of two: so they share few shapes.
+REST_TOKENS = 32
+REST_SHAPES = 5
+# What any call costs, in tokens: several small ones between two steps of the others must not add up unseen.
+CALL_TOKENS = 32
 
 log = logging.getLogger("hydra.engine.planner")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A slot's part of a batch: `count` tokens, the last of them in batch row `last`, drawing a token if `draws`."""
+    """A slot's part of a batch: `count` tokens, the last of them in batch row `last`, drawing a token if `draws`.
+
+    The last ones are the `draft`, if there is one; the row before it and each of its rows then draw.
+    """
 
     slot: Slot
     count: int
     last: int
     draws: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The batch row of its first token."""
+        return self.last - self.count + 1
 
 
 class StepPlanner:
@@ -39,61 +57,117 @@ class StepPlanner:
     with recurrent state alternate, since llama.cpp splits unequal sequences into several graphs there."""
 
     def __init__(self, llama: Llama, cache: PrefixCache, config: EngineConfig) -> None:
-        self.batch = Batch(max(config.batch_tokens, config.decoding_sequences))
+        self.batch = Batch(llama.batch_tokens)
         self._cache = cache
         self._llama = llama
         self._alternates = llama.has_recurrent_state
-        self._chunk_was_last = False
         self._decoded_last = False
+        self._room = 0
         self._chunks = 0
         self.alone_tokens = self.shared_tokens = self.batch.capacity
+        # Set once the model has loaded, where the engine drafts.
+        self.speculation: Speculation | None = None
         self.checkpoint_min_tokens = max(config.checkpoint_min_tokens, 1)
         self._measures_checkpoints = config.checkpoint_min_tokens < 0
 
     def warm_up(self) -> None:
-        """Runs two small prompts, which reads the weights in, and sets the chunks' sizes from the second one's speed.
+        """Runs a few prompts, which reads the weights in, and sets the chunks' sizes from the last one's speed.
 
-        Powers of two, so that the sizes (and with them the low bits of answers) do not change from start to start.
+        Powers of two, so that the sizes (and with them the low bits of answers) do not change from start to start. Small prompts
+        tell nothing of a card's speed: there 16 tokens of a mixture of experts take half as long as 512.
         """
-        elapsed_s, tokens = 0.0, 0
+        rate = 0.0
         for tokens in (min(tokens, self.batch.capacity) for tokens in WARM_UP_TOKENS):
-            self.batch.clear()
-            self.batch.add(0, 0, [0] * tokens, output_last=True)
-            started = time.monotonic()
-            status = self._llama.decode(self.batch)
-            # The result is asked for, since a GPU's decode returns before it has computed.
-            self._llama.synchronize()
-            elapsed_s = time.monotonic() - started
-            self._llama.clear(0)
-            if status != 0:
-                log.warning("the warm-up was refused (llama_decode: %d)", status)
+            elapsed_s = self._time_prompt(tokens)
+            if elapsed_s is not None and elapsed_s < WARM_UP_SLOW_S:
+                elapsed_s = self._time_prompt(tokens)  # the first of a size prepared kernels and buffers
+            if elapsed_s is None:
                 return
-        rate = tokens / max(elapsed_s, 1e-6)
+            rate = tokens / max(elapsed_s, 1e-6)
+            if elapsed_s > WARM_UP_ENOUGH_S and tokens > WARM_UP_TOKENS[0]:
+                break
         self.alone_tokens = _chunk(rate * CHUNK_ALONE_S, self.batch.capacity)
         self.shared_tokens = _chunk(rate * CHUNK_SHARED_S, self.batch.capacity)
         if self._measures_checkpoints:
             self.checkpoint_min_tokens = _chunk(rate * CHECKPOINT_WORTH_S, MAX_CHECKPOINT_MIN_TOKENS)
         log.info("prompts run at %.0f tokens/s: chunks of %d, shared %d", rate, self.alone_tokens, self.shared_tokens)
 
+    def _time_prompt(self, tokens: int) -> float | None:
+        """Seconds that a prompt of so many tokens takes; None when llama.cpp refuses it."""
+        self.batch.clear()
+        self.batch.add(0, 0, [0] * tokens, outputs=1)
+        started = time.monotonic()
+        status = self._llama.decode(self.batch)
+        # The result is asked for, since a GPU's decode returns before it has computed.
+        self._llama.synchronize()
+        elapsed_s = time.monotonic() - started
+        self._llama.clear(0)
+        if status != 0:
+            log.warning("the warm-up was refused (llama_decode: %d)", status)
+            return None
+        return elapsed_s
+
     def plan(self) -> list[Row]:
         """The rows of the next step; none when no slot has work. There must be a free cell per decoding slot."""
         busy = self._cache.busy
         decoding = [slot for slot in busy if slot.decoding]
         filling = self._in_order([slot for slot in busy if not slot.decoding])
-        if self._alternates and filling and decoding:
-            decoding, filling = (decoding, []) if self._chunk_was_last else ([], filling)
         self.batch.clear()
-        rows = [self._add(slot, 1) for slot in decoding]
+        return self._plan_apart(decoding, filling) if self._alternates else self._plan_together(decoding, filling)
+
+    def _plan_together(self, decoding: list[Slot], filling: list[Slot]) -> list[Row]:
+        rows = self._add_decoding(decoding)
         room = self.shared_tokens if decoding or self._decoded_last else self.alone_tokens
         for slot in filling:
-            count = slot.next_chunk(min(room, self.batch.room))
-            if count and self._cache.make_room(self.batch.count + count):
-                rows.append(self._add(slot, count))
-                slot.used_at = time.monotonic()
-                room -= count
+            room -= self._add_chunk(rows, slot, slot.next_chunk(min(room, self.batch.room)))
         self._decoded_last = bool(decoding)
-        self._chunk_was_last = bool(filling)
         return rows
+
+    def _plan_apart(self, decoding: list[Slot], filling: list[Slot]) -> list[Row]:
+        """Either everybody's next token, or equally long pieces of prompts: of unequal ones llama.cpp makes a graph for each
+        length that occurs. Between two steps of the decoding ones prompts get `shared_tokens`, in as many calls as it takes."""
+        if not decoding:
+            self._room = self.shared_tokens if self._decoded_last else self.alone_tokens
+        self._decoded_last = bool(decoding)
+        last_tokens = [slot for slot in filling if slot.todo_tokens == 1]
+        longer = [slot for slot in filling if slot.todo_tokens > 1]
+        rows: list[Row] = []
+        if longer and self._room > 0:
+            for slot, count in self._equal_pieces(longer):
+                self._add_chunk(rows, slot, count)
+            self._room -= self.batch.count + CALL_TOKENS
+        if not rows:
+            self._room = self.shared_tokens
+            rows = self._add_decoding(decoding)
+            # A prompt's last token has the shape of a decoding one's next, unless that has a draft behind it.
+            for slot in last_tokens if self.batch.count == len(rows) else ():
+                self._add_chunk(rows, slot, slot.next_chunk(1))
+        return rows
+
+    def _equal_pieces(self, filling: list[Slot]) -> list[tuple[Slot, int]]:
+        """Slots and equally long pieces of their prompts, led by the first slot; of short rests the longest piece leads, so that
+        it leaves rests that meet others."""
+        room = min(self._room, self.batch.room)
+        pieces = [(slot, slot.next_chunk(room)) for slot in filling]
+        lead = pieces[0][1]
+        if lead < REST_TOKENS:
+            rests = [(slot, piece) for slot, piece in pieces if piece < REST_TOKENS]
+            if len({piece for _, piece in rests}) > REST_SHAPES:
+                rests = [(slot, _power_of_two(piece)) for slot, piece in rests]
+            lead = max(piece for _, piece in rests)
+            return [(slot, piece) for slot, piece in rests if piece == lead][: max(1, room // lead)]
+        alike = [(slot, piece) for slot, piece in pieces if lead <= piece < 2 * lead or piece % lead == 0]
+        alike = alike[: max(1, room // lead)]
+        length = min(piece for _, piece in alike)
+        return [(slot, length) for slot, _ in alike]
+
+    def _add_chunk(self, rows: list[Row], slot: Slot, count: int) -> int:
+        """Adds a prompt's next `count` tokens if there are cells for them; returns how many it added."""
+        if not count or not self._cache.make_room(self.batch.count + count):
+            return 0
+        rows.append(self._add(slot, count))
+        slot.used_at = time.monotonic()
+        return count
 
     def _in_order(self, filling: list[Slot]) -> list[Slot]:
         """Who is nearest to a first token comes first, so that a short prompt passes a long one and equal ones end one after
@@ -103,18 +177,28 @@ class StepPlanner:
             return sorted(filling, key=lambda slot: slot.generation.queued_at if slot.generation else 0.0)
         return sorted(filling, key=lambda slot: slot.todo_tokens)
 
+    def _add_decoding(self, decoding: list[Slot]) -> list[Row]:
+        """Everybody's last token, and a draft behind it where one pays."""
+        drafts = self.speculation.propose(decoding) if self.speculation and decoding else {}
+        return [self._add(slot, 1, drafts.get(slot, ())) for slot in decoding]
+
     def plan_alone(self, slot: Slot) -> list[Row]:
         """The slot's part as a batch of its own."""
         self.batch.clear()
         return [self._add(slot, slot.next_chunk(self.shared_tokens))]
 
-    def _add(self, slot: Slot, count: int) -> Row:
+    def _add(self, slot: Slot, count: int, draft: tuple[int, ...] = ()) -> Row:
         assert slot.generation is not None
         start = len(slot.sequence)
         draws = count == slot.todo_tokens
-        tokens = slot.generation.tokens[start : start + count]
-        last = self.batch.add(slot.sequence.index, start, tokens, output_last=draws)
-        return Row(slot, count, last, draws)
+        tokens = [*slot.generation.tokens[start : start + count], *draft]
+        last = self.batch.add(slot.sequence.index, start, tokens, outputs=(1 + len(draft)) * draws)
+        return Row(slot, len(tokens), last, draws, draft)
+
+
+def _power_of_two(count: int) -> int:
+    """The largest within `count`, which is at least 1."""
+    return 1 << (count.bit_length() - 1)
 
 
 def _chunk(tokens: float, most: int) -> int:

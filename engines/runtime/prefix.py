@@ -30,10 +30,11 @@ WORTH_WAITING_TOKENS = 64
 
 @dataclass(eq=False)
 class Checkpoint:
-    """A frozen sequence; empty when unused."""
+    """A frozen sequence; empty when unused. While its state leaves the engine (`leaving`) it stays."""
 
     sequence: Sequence
     used_at: float = 0.0
+    leaving: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class PrefixCache:
             for i in range(running)
         ]
         in_context = self.can_share and not self.cuts_anywhere
-        self.checkpoints = [Checkpoint(sequence) for sequence in sequences[running:] if in_context]
+        kept = running + config.checkpoints
+        self.checkpoints = [Checkpoint(sequence) for sequence in sequences[running:kept] if in_context]
+        # For exports and imports of ranges: always empty between two slices of an errand, so never reused.
+        self.scratch = (sequences[kept], sequences[kept + 1])
         # llama.cpp exports of a windowed layer only what its last token can see.
         whole_only = llama.has_recurrent_state or llama.window_tokens > 0
         self.host = HostCache(config.host_cache_bytes, cuts_anywhere=not whole_only)
@@ -156,7 +160,9 @@ class PrefixCache:
                 self.host.forget(source.entry)
 
     def _put_away(self, sequence: Sequence) -> None:
-        if sequence.cells_alone() >= MIN_TOKENS:
+        # A recurrent state is large however short its text: where computing it anew is quick, it is not copied.
+        least = MIN_TOKENS if self.cuts_anywhere else max(MIN_TOKENS, self.checkpoint_min_tokens)
+        if sequence.cells_alone() >= least:
             self.host.save(sequence)
         sequence.clear()
 
@@ -188,17 +194,34 @@ class PrefixCache:
         if not self.checkpoints or any(c.sequence.tokens == tokens for c in self.checkpoints):
             return
         self._thin(tokens)
-        place = min(self.checkpoints, key=lambda c: (len(c.sequence) > 0, c.used_at))
+        place = self.checkpoint_place()
+        if place is not None:
+            place.sequence.share_prefix(slot.sequence, len(tokens))
+
+    def checkpoint_place(self) -> Checkpoint | None:
+        """An emptied checkpoint, that of the longest unused; None where there is none to be had."""
+        places = [checkpoint for checkpoint in self.checkpoints if not checkpoint.leaving]
+        if not places:
+            return None
+        place = min(places, key=lambda c: (len(c.sequence) > 0, c.used_at))
         self._put_away(place.sequence)
-        place.sequence.share_prefix(slot.sequence, len(tokens))
         place.used_at = time.monotonic()
+        return place
+
+    def checkpoints_of(self, tokens: list[int]) -> list[Checkpoint]:
+        """Those at a cut of `tokens` before their end, the shortest first."""
+        found = [c for c in self.checkpoints if 0 < len(c.sequence) < len(tokens)]
+        return sorted(
+            (c for c in found if tokens[: len(c.sequence)] == c.sequence.tokens), key=lambda c: len(c.sequence)
+        )
+
+    def put_away(self, slot: Slot) -> None:
+        """Empties an idle slot; what it holds goes to host memory if it is worth it."""
+        self._put_away(slot.sequence)
 
     def _thin(self, tokens: list[int]) -> None:
         """Drops earlier checkpoints of the same conversation that the new one makes superfluous; the first one stays."""
-        lineage = sorted(
-            (c for c in self.checkpoints if len(c.sequence) and tokens[: len(c.sequence)] == c.sequence.tokens),
-            key=lambda c: len(c.sequence),
-        )
+        lineage = [checkpoint for checkpoint in self.checkpoints_of(tokens) if not checkpoint.leaving]
         middle = lineage[1:]
         for checkpoint in middle:
             if len(tokens) - len(checkpoint.sequence) < self._spacing_tokens:
@@ -211,20 +234,20 @@ class PrefixCache:
 
     @property
     def busy(self) -> list[Slot]:
-        return [slot for slot in self.slots if not slot.idle]
+        return [slot for slot in self.slots if slot.generation is not None]
 
     def promised_cells(self) -> int:
-        """Cells that running generations hold or will need before their next token."""
-        busy = self.busy
-        held = self.ledger.distinct(slot.sequence.cells for slot in busy)
-        return held + sum(slot.todo_tokens + 1 for slot in busy)
+        """Cells that running generations and transfers hold, and those that generations need before their next token."""
+        held = self.ledger.distinct(slot.sequence.cells for slot in self.slots if not slot.idle)
+        awaited = sum(slot.awaited_cells for slot in self.slots)
+        return held + awaited + sum(slot.todo_tokens + 1 for slot in self.busy)
 
     def make_room(self, cells: int) -> bool:
         """Empties idle slots and checkpoints, the longest unused first, until `cells` are free. False if that was not enough."""
         if self.ledger.free >= cells:
             return True
         holders: list[Slot | Checkpoint] = [slot for slot in self.slots if slot.idle]
-        holders += self.checkpoints
+        holders += [checkpoint for checkpoint in self.checkpoints if not checkpoint.leaving]
         for holder in sorted(holders, key=lambda holder: holder.used_at):
             if self.ledger.free >= cells:
                 break

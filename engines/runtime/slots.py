@@ -18,10 +18,14 @@ class Slot:
         self.has_raw_logits = has_raw_logits
         self.generation: Generation | None = None
         self.used_at = 0.0
+        # "export" or "restore" while its state leaves or enters; no generation begins meanwhile.
+        self.transfer = ""
+        # Cells that a restore has been promised and not filled yet.
+        self.awaited_cells = 0
 
     @property
     def idle(self) -> bool:
-        return self.generation is None
+        return self.generation is None and not self.transfer
 
     @property
     def todo_tokens(self) -> int:
@@ -55,7 +59,8 @@ class Slot:
         """A snapshot for /slots. Read from the event loop while the core runs: values may be one step apart."""
         generation = self.generation
         if generation is None:
-            return SlotView(self.index, "idle", False, None, 0, 0, 0, len(self.sequence), context_tokens, 0.0)
+            state = self.transfer or "idle"
+            return SlotView(self.index, state, False, None, 0, 0, 0, len(self.sequence), context_tokens, 0.0)
         decode_s = time.monotonic() - generation.first_token_at if generation.first_token_at else 0.0
         new_tokens = generation.new_tokens
         return SlotView(
