@@ -1,4 +1,4 @@
-"""`python -m bench engine|prefix|model`: measurements of Hydra against llama-server; the last line of each is one JSON object."""
+"""`python -m bench engine|prefix|spec|kv|model`: measurements of Hydra, against llama-server or a copy; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import engine, prefix
+from bench import engine, kv, prefix, spec
 from bench.errors import BenchError
 from bench.servers import model_path
 from bench.vocabulary import ROOT
@@ -36,11 +36,12 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("engine", engine), ("prefix", prefix)):
+    for name, module in (("engine", engine), ("prefix", prefix), ("spec", spec)):
         command = commands.add_parser(name, description=module.__doc__)
         _add_server_arguments(command)
         module.add_arguments(command)
     commands.choices["engine"].add_argument("--model", default="smollm2", help="smollm2, synthetic:NAME or a path")
+    kv.add_arguments(commands.add_parser("kv", description=kv.__doc__))
     writer = commands.add_parser("model", description="Writes or fetches a model and prints its path.")
     writer.add_argument("name", help="smollm2, synthetic:NAME or a path")
     options = parser.parse_args(arguments)
@@ -48,11 +49,14 @@ def main(arguments: list[str]) -> int:
         if options.command == "model":
             print(model_path(options.name))
             return 0
+        if options.command == "kv":
+            print(json.dumps(kv.run(options)), flush=True)
+            return 0
         peer = None if options.peer == "none" else Path(options.peer).resolve()
         if options.command == "engine":
             answer = engine.run(options, model_path(options.model), peer)
         else:
-            answer = prefix.run(options, peer)
+            answer = (spec if options.command == "spec" else prefix).run(options, peer)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

@@ -29,12 +29,19 @@ ATTENTION_INTERVAL, CONV_KERNEL = 4, 4
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18  # Q4_0: a half-precision scale, then 16 bytes of two weights each
 POOL_BLOCKS = 1 << 21
 NIBBLE_DEVIATION = math.sqrt((15**2 - 1) / 12)  # of 1 … 15, uniform; 8 stands for zero
+# What they add to the residual stream is kept small where a token's embedding must stay recognisable in it.
+RESIDUAL_WRITERS = ("attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
+SMALL = 0.05
 Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; linear, state and expert sizes are 0 where the architecture has none."""
+    """The sizes of a model; linear, state and expert sizes are 0 where the architecture has none.
+
+    With `knows_next` one token follows another by a fixed permutation, by a wide margin, and the draft head knows it but for
+    the tokens that `DraftTable` chose; nothing is left of the context in the text then.
+    """
 
     architecture: str
     layers: int
@@ -50,6 +57,7 @@ class Shape:
     experts_used: int = 0
     draft_layers: int = 0
     context_tokens: int = 262144
+    knows_next: bool = False
 
     @property
     def is_hybrid(self) -> bool:
@@ -59,7 +67,30 @@ class Shape:
 SHAPES = {
     "dense": Shape("qwen3", 8, 512, 1536, 8, 4, 64),
     "hybrid": Shape("qwen35", 8, 512, 1536, 8, 2, 64, key_groups=4, value_heads=8, state_length=64),
+    "kv": Shape("qwen3", 8, 64, 128, 8, 8, 128),
     "35b-a3b": Shape("qwen35moe", 40, 2048, 512, 16, 2, 256, 16, 32, 128, experts=256, experts_used=8, draft_layers=1),
+    "hybrid-drafts": Shape(
+        "qwen35", 8, 512, 1536, 8, 2, 64, 4, 8, 64, draft_layers=1, context_tokens=8192, knows_next=True
+    ),
+    "35b-a3b-drafts": Shape(
+        "qwen35moe",
+        40,
+        2048,
+        512,
+        16,
+        2,
+        256,
+        16,
+        32,
+        128,
+        experts=256,
+        experts_used=8,
+        draft_layers=1,
+        knows_next=True,
+    ),
+    "tiny-moe-drafts": Shape(
+        *("qwen35moe", 4, 32, 32, 2, 1, 32, 1, 2, 32), experts=8, experts_used=2, draft_layers=1, knows_next=True
+    ),
     "tiny-dense": Shape("qwen3", 1, 32, 64, 2, 1, 32, context_tokens=8192),
     "tiny-hybrid": Shape("qwen35", 4, 32, 64, 2, 1, 32, 1, 2, 32, context_tokens=8192),
     "tiny-moe": Shape("qwen35moe", 4, 32, 32, 2, 1, 32, 1, 2, 32, experts=8, experts_used=2, draft_layers=1),
@@ -97,8 +128,14 @@ def write(path: Path, shape: Shape, vocabulary: Vocabulary, seed: int = 0) -> No
     for tensor in listed:
         if tensor.is_plain:
             file.write_tensor_data(_plain_values(tensor, pool.rng))
+        elif tensor.role == "embedding":
+            embedding = pool.draw(tensor)
+            file.write_tensor_data(embedding)
+        elif tensor.role == "draft_embedding":
+            file.write_tensor_data(embedding)
         elif tensor.role == "output":
-            file.write_tensor_data(_only_text(pool.draw(tensor), vocabulary))
+            rows = _of_predecessors(embedding, vocabulary, seed) if shape.knows_next else pool.draw(tensor)
+            file.write_tensor_data(_only_text(rows, vocabulary))
         else:
             file.write_tensor_data(pool.draw(tensor))
     file.close()
@@ -119,7 +156,7 @@ class Tensor:
     @property
     def is_plain(self) -> bool:
         """Kept in 32-bit floats: vectors, and what llama.cpp wants that way."""
-        return self.role not in ("matrix", "embedding", "output")
+        return self.role not in ("matrix", "small_matrix", "embedding", "draft_embedding", "output")
 
 
 def tensors(shape: Shape, vocab: int) -> Iterator[Tensor]:
@@ -130,7 +167,10 @@ def tensors(shape: Shape, vocab: int) -> Iterator[Tensor]:
     yield Tensor("output_norm.weight", (width,), "ones")
     for il in range(shape.layers + shape.draft_layers):
         for name, extents, role in _block(shape, is_draft=il >= shape.layers, il=il):
-            yield Tensor(f"blk.{il}.{name}", extents, role)
+            is_small = shape.knows_next and name.removesuffix(".weight") in RESIDUAL_WRITERS
+            yield Tensor(f"blk.{il}.{name}", extents, "small_matrix" if is_small else role)
+        if shape.knows_next and il >= shape.layers:
+            yield Tensor(f"blk.{il}.nextn.embed_tokens.weight", (vocab, width), "draft_embedding")
 
 
 def _block(shape: Shape, *, is_draft: bool, il: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -143,7 +183,7 @@ def _block(shape: Shape, *, is_draft: bool, il: int) -> Iterator[tuple[str, tupl
         yield from _attention(shape)
     yield from _experts(shape) if shape.experts else _feed_forward(shape)
     if is_draft:
-        yield "nextn.eh_proj.weight", (width, 2 * width), "matrix"
+        yield "nextn.eh_proj.weight", (width, 2 * width), "first_half" if shape.knows_next else "matrix"
         for name in ("enorm", "hnorm", "shared_head_norm"):
             yield f"nextn.{name}.weight", (width,), "ones"
 
@@ -203,6 +243,8 @@ class BlockPool:
     def draw(self, tensor: Tensor) -> npt.NDArray[np.uint8]:
         """Raw bytes of the tensor, one row per row."""
         deviation = 1.0 if tensor.role == "embedding" else 1 / math.sqrt(tensor.extents[-1])
+        if tensor.role == "small_matrix":
+            deviation *= SMALL
         blocks = self._blocks(deviation)
         wanted = tensor.weights // BLOCK_WEIGHTS
         parts = []
@@ -221,6 +263,34 @@ class BlockPool:
         return self._scaled[deviation]
 
 
+def _of_predecessors(embedding: npt.NDArray[np.uint8], vocabulary: Vocabulary, seed: int) -> npt.NDArray[np.uint8]:
+    """Output rows that like the embedding of the one token before: text follows text in one circle, in a random order."""
+    text = np.flatnonzero(vocabulary.plain)
+    circle = np.random.default_rng(seed).permutation(text)
+    rows = embedding.copy()
+    rows[np.roll(circle, -1)] = embedding[circle]
+    blocks = rows.reshape(len(rows), -1, BLOCK_BYTES)
+    scales = np.ascontiguousarray(blocks[:, :, :2]).view(np.float16) / np.float16(16)
+    blocks[:, :, :2] = scales.view(np.uint8).reshape(*scales.shape[:2], 2)
+    return rows
+
+
+class DraftTable:
+    """The draft head's own token table in the file of a `knows_next` model."""
+
+    def __init__(self, path: Path) -> None:
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path, "r+").tensors}
+        self._rows = next(tensor.data for name, tensor in tensors.items() if name.endswith("nextn.embed_tokens.weight"))
+        self._true = np.array(tensors["token_embd.weight"].data)
+
+    def set_wrong(self, share: float, seed: int = 0) -> None:
+        """Makes drafts wrong behind a share of the tokens, in the file itself, which nobody may have loaded."""
+        wrong = np.random.default_rng(seed).random(len(self._true)) < share
+        self._rows[:] = self._true
+        self._rows[wrong] = np.roll(self._true, 1, axis=0)[wrong]
+        self._rows.flush()
+
+
 def _only_text(rows: npt.NDArray[np.uint8], vocabulary: Vocabulary) -> npt.NDArray[np.uint8]:
     """Gives every token that is no text of its own a logit of zero, which is never the largest."""
     silent = ~np.array(vocabulary.plain)
@@ -231,6 +301,8 @@ def _only_text(rows: npt.NDArray[np.uint8], vocabulary: Vocabulary) -> npt.NDArr
 def _plain_values(tensor: Tensor, rng: np.random.Generator) -> Floats:
     if tensor.role == "ones":
         return np.ones(tensor.extents, np.float32)
+    if tensor.role == "first_half":
+        return np.eye(*tensor.extents, dtype=np.float32)
     if tensor.role == "decay":
         # the state decays by exp(a * softplus(…)): slow enough to remember hundreds of tokens
         return -rng.uniform(0.005, 0.1, tensor.extents).astype(np.float32)

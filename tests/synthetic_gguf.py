@@ -86,6 +86,7 @@ class Weights:
     tie_free: bool
     residual_scale: float
     utf8_cycle: bool
+    wrong_drafts: float = 0.0
 
 
 def write_llama(
@@ -165,13 +166,15 @@ def write_qwen35(
     residual_scale: float = 0.05,
     utf8_cycle: bool = False,
     nextn: bool = False,
+    wrong_drafts: float = 0.0,
 ) -> SyntheticModel:
     """Writes a hybrid Qwen 3.5: every fourth layer is full attention, the others keep recurrent state.
 
-    `nextn` adds a draft block behind the trunk; in a tie-free model its drafts are always right.
+    `nextn` adds a draft block behind the trunk; in a tie-free model its drafts are right but behind a share `wrong_drafts` of
+    the tokens.
     """
     shape = Shape(vocab, layers, embedding=128, feed_forward=192, heads=4, kv_heads=2)
-    weights = Weights(seed, tie_free, residual_scale, utf8_cycle)
+    weights = Weights(seed, tie_free, residual_scale, utf8_cycle, wrong_drafts)
     return _write_hybrid(path, "qwen35", shape, weights, nextn, lambda model, il: model.feed_forward(il))
 
 
@@ -185,10 +188,11 @@ def write_qwen35moe(
     residual_scale: float = 0.05,
     utf8_cycle: bool = False,
     nextn: bool = False,
+    wrong_drafts: float = 0.0,
 ) -> SyntheticModel:
     """Writes a hybrid Qwen 3.5 mixture of 8 experts, 2 used per token, and a shared one; else like `write_qwen35`."""
     shape = Shape(vocab, layers, embedding=128, feed_forward=192, heads=4, kv_heads=2)
-    weights = Weights(seed, tie_free, residual_scale, utf8_cycle)
+    weights = Weights(seed, tie_free, residual_scale, utf8_cycle, wrong_drafts)
     return _write_hybrid(path, "qwen35moe", shape, weights, nextn, lambda model, il: model.experts(il))
 
 
@@ -294,6 +298,14 @@ class _ModelFile:
         self._tensor(f"blk.{il}.nextn.eh_proj.weight", np.eye(width, 2 * width))
         for name in ("enorm", "hnorm", "shared_head_norm"):
             self._ones(f"blk.{il}.nextn.{name}.weight", width)
+        if self.weights.wrong_drafts:
+            # A generator of its own, so that the other weights are those of the model with right drafts.
+            rng = np.random.default_rng(self.weights.seed + 1)
+            wrong = rng.random(self.shape.vocab) < self.weights.wrong_drafts
+            embedding = np.where(
+                wrong[:, None], rng.standard_normal(self._token_embedding.shape), self._token_embedding
+            )
+            self._tensor(f"blk.{il}.nextn.embed_tokens.weight", embedding)
 
     def hybrid_keys(self) -> None:
         file, architecture = self.file, self.architecture
@@ -354,6 +366,7 @@ class _ModelFile:
         self._tensor("token_embd.weight", embedding)
         self._tensor("output.weight", output)
         self._ones("output_norm.weight", width)
+        self._token_embedding = embedding
 
     def _matrix(self, name: str, *extents: int, scale: float = 1.0) -> None:
         self._tensor(name, self.rng.standard_normal(extents) * (scale / np.sqrt(extents[-1])))

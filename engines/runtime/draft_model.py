@@ -1,0 +1,204 @@
+"""The model's own draft head (NextN, "MTP") in a context of its own beside the target's.
+
+Shapes and calls as in llama-ext.h of the llama.cpp that llama-cpp-python 0.3.36 vendors. Everything belongs to the core's
+thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from contextlib import ExitStack
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_cpp_ext
+from numpy.typing import NDArray
+
+from engines.config import EngineConfig
+from engines.errors import ModelLoadFailed
+from engines.runtime.context_params import DRAFT_ROWS_PER_SEQUENCE, DraftContextParams
+from engines.runtime.draft_rows import DraftRows
+from engines.runtime.llama import Batch, Llama, float_view
+from engines.runtime.slots import Slot
+
+log = logging.getLogger("hydra.engine.draft")
+
+# So many hidden rows are kept for a sequence before they are fed without a draft being wanted.
+KEPT_LIMIT = 1024
+
+
+class DraftBatch(Batch):
+    """A batch whose rows have a hidden row of the target beside their token."""
+
+    def __init__(self, capacity: int, embedding_length: int) -> None:
+        super().__init__(capacity)
+        self.hidden = np.zeros((capacity, embedding_length), dtype=np.float32)
+        self.native.embd = self.hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+    def add_row(self, seq: int, position: int, token: int, hidden: NDArray[np.float32] | None, *, output: bool) -> int:
+        row = self.add(seq, position, [token], outputs=int(output))
+        self.hidden[row] = 0 if hidden is None else hidden
+        return row
+
+
+class DraftModel:
+    """Drafts the likeliest continuation of many sequences at once. Raises ModelLoadFailed where no context can be made."""
+
+    def __init__(self, llama: Llama, config: EngineConfig, threads: int) -> None:
+        self.embedding_length = llama.embedding_length
+        # Rises whenever all that the draft context held was given up.
+        self.epoch = 0
+        self.calls = 0
+        # Whether the last draft was held up by feeding much of a sequence first.
+        self.fed_backlog = False
+        self._llama = llama
+        self._on_device = config.samples_on_device
+        self._cleanup = ExitStack()
+        params = DraftContextParams(config, threads, llama.context)
+        self._cleanup.callback(params.close)
+        self._context = llama_cpp.llama_init_from_model(llama.model, params.native)
+        if not self._context:
+            self.close()
+            raise ModelLoadFailed("llama.cpp could not make a context for the draft head; use speculation none")
+        self._cleanup.callback(llama_cpp.llama_free, self._context)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = DraftBatch(params.native.n_batch, self.embedding_length)
+        llama_cpp_ext.llama_set_embeddings_nextn(llama.context, True, False)
+        llama_cpp_ext.llama_set_embeddings_nextn(self._context, True, True)
+
+    def close(self) -> None:
+        """Frees the context, before the target's. Calling it twice is harmless."""
+        self._cleanup.close()
+
+    # --- what the target computed ---------------------------------------------------------------
+
+    def target_rows(self, count: int) -> NDArray[np.float32]:
+        """Hidden rows of the target's last decode, shape (count, embedding); a view, valid until its next."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._llama.context)
+        if not pointer:
+            raise ValueError("the target has no hidden rows; it was decoded without them")
+        return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
+
+    def feed_backlog(self, slots: list[Slot]) -> None:
+        """Feeds sequences whose hidden rows have piled up, without asking for a draft."""
+        for slot in slots:
+            rows = slot.sequence.draft
+            if rows is not None and rows.kept > KEPT_LIMIT:
+                self._feed_before(slot, rows, len(slot.sequence))
+
+    # --- drafting -------------------------------------------------------------------------------
+
+    def propose(self, slots: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
+        """`count` tokens for each slot, whose sequences must lack just the last token drawn; none at all if llama.cpp
+        finds no room. The draft context holds nothing guessed afterwards."""
+        self.fed_backlog = False
+        for slot in slots:
+            if not self._is_near(slot):
+                return {}
+        self._batch.clear()
+        places = {slot: self._add_unfed(slot) for slot in slots}
+        drafts: dict[Slot, list[int]] = {slot: [] for slot in slots}
+        for step in range(count):
+            if self._decode() != 0:
+                return {}
+            found = {slot: (self._likeliest(row), self._hidden(row)) for slot, row in places.items()}
+            if step == 0:
+                self._note_fed(slots)
+            for slot, (token, _) in found.items():
+                drafts[slot].append(token)
+            if step + 1 < count:
+                self._batch.clear()
+                for slot, (token, hidden) in found.items():
+                    position = len(slot.sequence) + 1 + step
+                    places[slot] = self._batch.add_row(slot.sequence.index, position, token, hidden, output=True)
+        for slot in slots:
+            self.forget(slot.sequence.index, len(slot.sequence) + 1)
+        return {slot: tuple(tokens) for slot, tokens in drafts.items()}
+
+    def _is_near(self, slot: Slot) -> bool:
+        """Feeds a sequence up to its last few rows. False where it cannot draft, as its last hidden row was never seen."""
+        rows, end = slot.sequence.draft, len(slot.sequence)
+        if rows is None or rows.end != end or (end and not rows.kept):
+            return False
+        return end + 1 - rows.feed_from() <= DRAFT_ROWS_PER_SEQUENCE or self._feed_before(slot, rows, end)
+
+    def _add_unfed(self, slot: Slot) -> int:
+        """Adds all rows up to that of the last token drawn; the batch row of that one."""
+        rows, generation, end = slot.sequence.draft, slot.generation, len(slot.sequence)
+        assert rows is not None
+        assert generation is not None
+        place = -1
+        for position in range(rows.feed_from(), end + 1):
+            token, hidden = generation.tokens[position], rows.hidden_before(position)
+            place = self._batch.add_row(slot.sequence.index, position, token, hidden, output=position == end)
+        return place
+
+    def _feed_before(self, slot: Slot, rows: DraftRows, end: int) -> bool:
+        """Feeds what comes before position `end`. False when llama.cpp finds no room."""
+        self.fed_backlog = True
+        tokens, begin = slot.sequence.tokens, rows.feed_from()
+        while begin < end:
+            self._batch.clear()
+            stop = min(end, begin + self._batch.capacity)
+            for position in range(begin, stop):
+                self._batch.add_row(rows.index, position, tokens[position], rows.hidden_before(position), output=False)
+            if self._decode() != 0:
+                return False
+            rows.was_fed(stop)
+            begin = stop
+        return True
+
+    def _note_fed(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            if slot.sequence.draft is not None:
+                slot.sequence.draft.was_fed(len(slot.sequence) + 1)
+
+    def _decode(self) -> int:
+        self.calls += 1
+        status = int(llama_cpp.llama_decode(self._context, self._batch.native))
+        if status != 0:
+            # What the context holds now is unknown, so that all of it is fed anew.
+            log.warning("the draft head's llama_decode answered %d for %d rows", status, self._batch.count)
+            self._give_up()
+        return status
+
+    def _give_up(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self.epoch += 1
+
+    def _likeliest(self, row: int) -> int:
+        if self._on_device:
+            return int(llama_cpp.llama_get_sampled_token_ith(self._context, row))
+        logits = llama_cpp.llama_get_logits_ith(self._context, row)
+        return int(float_view(logits, self._llama.vocabulary.size).argmax())
+
+    def _hidden(self, row: int) -> NDArray[np.float32]:
+        return float_view(
+            llama_cpp_ext.llama_get_embeddings_nextn_ith(self._context, row), self.embedding_length
+        ).copy()
+
+    def time_draft(self, sequences: int) -> float:
+        """Seconds that one drafted token of each of the first `sequences` sequences takes; they must be empty."""
+        elapsed_s = 0.0
+        for _ in range(2):
+            self._batch.clear()
+            for seq in range(sequences):
+                self._batch.add_row(seq, 0, 0, None, output=True)
+            started = time.monotonic()
+            if self._decode() == 0:
+                for row in range(sequences):
+                    self._likeliest(row)
+            elapsed_s = time.monotonic() - started
+            for seq in range(sequences):
+                self.forget(seq, 0)
+        return elapsed_s
+
+    # --- following the target -------------------------------------------------------------------
+
+    def forget(self, index: int, length: int) -> None:
+        llama_cpp.llama_memory_seq_rm(self._memory, index, length, -1)
+
+    def share(self, source: int, target: int, length: int) -> None:
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, 0, length)

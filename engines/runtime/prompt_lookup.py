@@ -1,0 +1,52 @@
+"""Drafts without a model: what followed the last time the text read like this."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from engines.runtime.generation import Generation
+from engines.runtime.slots import Slot
+
+# Runs of tokens that are looked up, longer ones first: they promise more.
+RUN_LENGTHS = (4, 2)
+
+
+class RunIndex:
+    """Where each run of tokens of one text was last seen; grows with the text."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, ...], int] = {}
+        self._done = 0
+
+    def following(self, tokens: list[int], count: int) -> list[int]:
+        """Up to `count` tokens that stood behind the latest earlier occurrence of the text's end."""
+        self._extend(tokens)
+        for length in RUN_LENGTHS:
+            behind = self._last.get(tuple(tokens[-length:])) if len(tokens) > length else None
+            if behind is not None:
+                return tokens[behind : behind + count]
+        return []
+
+    def _extend(self, tokens: list[int]) -> None:
+        """Takes in runs that end before the last token, so that the text's end finds only what was before it."""
+        for end in range(max(self._done, min(RUN_LENGTHS)), len(tokens)):
+            for length in RUN_LENGTHS:
+                if end >= length:
+                    self._last[tuple(tokens[end - length : end])] = end
+        self._done = max(self._done, len(tokens))
+
+
+class PromptLookup:
+    """Drafts for slots out of their own prompts and answers."""
+
+    def __init__(self) -> None:
+        self._indices: WeakKeyDictionary[Generation, RunIndex] = WeakKeyDictionary()
+
+    def propose(self, slots: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
+        """Up to `count` tokens for each slot; none where its text never came this way before."""
+        drafts = {}
+        for slot in slots:
+            if slot.generation is not None:
+                index = self._indices.setdefault(slot.generation, RunIndex())
+                drafts[slot] = tuple(index.following(slot.generation.tokens, count))
+        return drafts

@@ -1,0 +1,182 @@
+"""Drafts change how fast an answer comes, never the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engines.runtime.core import EngineCore
+from engines.runtime.sampler import SamplingParams
+from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
+from tests.synthetic_gguf import SyntheticModel
+
+HYBRIDS = ("qwen35", "qwen35moe")
+ModelWriter = Callable[..., SyntheticModel]
+FIXED: dict[str, Any] = {"speculation": "mtp", "draft_tokens": 3}
+THREE: dict[str, Any] = {"draft_min": 3}
+
+
+def drafts_of(work: Any) -> tuple[int, int]:
+    return work.drafted_tokens, work.accepted_tokens
+
+
+@pytest.mark.parametrize("sampling", ["host", "backend"])
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_right_drafts_are_all_accepted(tiny_model: ModelWriter, architecture: str, sampling: str) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True)
+    async with running(model, **FIXED, sampling=sampling) as core:
+        work = await run(core, prompt_of(model, 50), 41, **THREE)
+        assert work.tokens[50:] == model.follow(10, 41)
+        drafted, accepted = drafts_of(work)
+        assert drafted == accepted == 30  # a first token, then four a step
+
+
+@pytest.mark.parametrize("least", [3, 0], ids=["fixed", "auto"])
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_wrong_drafts_leave_no_trace(tiny_model: ModelWriter, architecture: str, least: int) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True, wrong_drafts=0.4)
+    async with running(model, speculation="auto") as core:
+        work = await run(core, prompt_of(model, 50), 120, draft_min=least)
+        assert work.tokens[50:] == model.follow(10, 120)
+        drafted, accepted = drafts_of(work)
+        assert 0 < accepted < drafted
+
+
+async def wild_eight(core: EngineCore, model: SyntheticModel) -> None:
+    """Eight that come one after another, have unequal prompts and answers, and of which two are cancelled on the way."""
+    works = []
+    for index in range(8):
+        prompt, count = prompt_of(model, 20 + 13 * index, start=index), 30 + 7 * index
+        works.append(generation(prompt, count, **THREE))
+        core.submit(works[-1])
+        await asyncio.sleep(0.01)
+    for index in (2, 5):
+        core.cancel(works[index])
+    for index, work in enumerate(works):
+        if index not in (2, 5):
+            last = await finished(work)
+            assert last.error is None
+            assert work.tokens[len(work.prompt) :] == model.follow(10, work.max_new_tokens)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3])
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_eight_sequences_that_come_and_go(tiny_model: ModelWriter, architecture: str, wrong: float) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True, wrong_drafts=wrong)
+    async with running(model, **FIXED, slots=6, cache_tokens=2048) as core:
+        await wild_eight(core, model)
+        assert core.cache.ledger.free == core.cache.ledger.count - core.cache.ledger.distinct(
+            s.sequence.cells for s in (*core.cache.slots, *core.cache.checkpoints)
+        )
+
+
+async def test_a_full_cache_preempts_with_drafts_as_without(tiny_model: ModelWriter) -> None:
+    model = tiny_model("qwen35", tie_free=True, nextn=True)
+    async with running(model, **FIXED, cache_tokens=512, checkpoints=2) as core:
+        works = [generation(prompt_of(model, 60, start=index), 150, **THREE) for index in range(4)]
+        core.submit(*works)
+        for work in works:
+            assert (await finished(work)).error is None
+            assert work.tokens[60:] == model.follow(10, 150)
+        assert sum(work.preemptions for work in works) > 0
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_reuse_carries_the_draft_head_along(tiny_model: ModelWriter, architecture: str) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True)
+    async with running(model, **FIXED, slots=2) as core:
+        prompt = prompt_of(model, 96)
+        first = await run(core, prompt, 25, cuts=[64], **THREE)
+        longer = await run(core, [*first.tokens, 4, 5, 10], 25, **THREE)
+        assert longer.cached_tokens >= 96
+        assert longer.tokens[len(longer.prompt) :] == model.follow(10, 25)
+        edited = await run(core, [*prompt[:64], *range(40, 70), 10], 25, **THREE)
+        assert edited.cached_tokens == 64
+        assert edited.tokens[len(edited.prompt) :] == model.follow(10, 25)
+        again = await run(core, prompt, 25, **THREE)
+        assert again.tokens[96:] == model.follow(10, 25)
+        for work in (longer, edited, again):
+            drafted, accepted = drafts_of(work)
+            assert drafted == accepted > 0
+
+
+async def test_a_stop_string_ends_inside_a_draft(tiny_model: ModelWriter) -> None:
+    model = tiny_model("qwen35", tie_free=True, nextn=True)
+    whole = model.answer_bytes(60).decode("utf-8", "replace")
+    async with running(model, **FIXED) as core:
+        for at in (17, 18, 19, 20):
+            stop = whole[at : at + 3]
+            work = generation(prompt_of(model, 40), 60, stops=(stop,), **THREE)
+            core.submit(work)
+            last = await finished(work)
+            assert (last.text, last.finish_reason) == (whole[: whole.index(stop)], "stop")
+        # What the slot kept is what was decoded and drawn, so going on from there is right.
+        more = await run(core, [*work.tokens, 10], 20, **THREE)
+        assert more.tokens[-20:] == model.follow(10, 20)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen35"])
+async def test_lookup_finds_what_the_text_repeats(tiny_model: ModelWriter, architecture: str) -> None:
+    model = tiny_model(architecture, tie_free=True)
+    passage = model.follow(10, 60)
+    settings: dict[str, Any] = {"speculation": "lookup", "draft_tokens": 4}
+    async with running(model, **settings) as core:
+        work = await run(core, [10, *passage, *prompt_of(model, 20)], 50, **THREE)
+        assert work.tokens[-50:] == model.follow(10, 50)
+        assert work.accepted_tokens >= 30
+        works = [generation([10, *passage[: 20 * i], *prompt_of(model, 20, start=i)], 40, **THREE) for i in range(4)]
+        core.submit(*works)
+        for work in works:
+            assert (await finished(work)).error is None
+            assert work.tokens[-40:] == model.follow(10, 40)
+
+
+async def test_auto_without_a_head_looks_up_and_mtp_without_one_is_refused(tiny_model: ModelWriter) -> None:
+    model = tiny_model("llama", tie_free=True)
+    async with running(model, speculation="auto") as core:
+        work = await run(core, [10, *model.follow(10, 60), *prompt_of(model, 20)], 50, **THREE)
+        assert work.tokens[-50:] == model.follow(10, 50)
+    with pytest.raises(AssertionError, match="no draft head"):
+        async with running(model, speculation="mtp"):
+            pass
+
+
+async def test_drawn_text_keeps_its_distribution(tiny_model: ModelWriter) -> None:
+    """Three hundred short answers drawn with and without drafts: a chi-squared test over two of their tokens.
+
+    Some drafts are wrong, so both ways out of a draft are taken.
+    """
+    model = tiny_model("qwen35", tie_free=True, nextn=True, wrong_drafts=0.3)
+    params = [SamplingParams(temperature=2.0, top_k=4, top_p=1.0, min_p=0.0, seed=seed) for seed in range(600)]
+
+    async def counts(settings: dict[str, Any], seeds: slice) -> Counter[tuple[int, ...]]:
+        async with running(model, **settings, slots=8, cache_tokens=1024) as core:
+            works = [generation(prompt_of(model, 12), 8, params=one, **THREE) for one in params[seeds]]
+            for start in range(0, len(works), 50):
+                core.submit(*works[start : start + 50])
+                for work in works[start : start + 50]:
+                    assert (await finished(work)).error is None
+            if settings:
+                assert sum(work.accepted_tokens for work in works) > 200
+            return Counter(work.tokens[-1] % 7 + 7 * (work.tokens[-4] % 3) for work in works)  # type: ignore[misc]
+
+    plain, drafted = await counts({}, slice(0, 300)), await counts(FIXED, slice(300, 600))
+    cells = [cell for cell in plain.keys() | drafted.keys() if plain[cell] + drafted[cell] >= 20]
+    statistic = sum((plain[c] - drafted[c]) ** 2 / (plain[c] + drafted[c]) for c in cells)
+    # For so many degrees of freedom a value this large comes by chance once in ten thousand.
+    assert statistic < len(cells) + 4 * (2 * len(cells)) ** 0.5
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_the_same_seed_draws_the_same_text(tiny_model: ModelWriter, architecture: str) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True, wrong_drafts=0.3)
+    params = SamplingParams(temperature=1.5, top_k=8, seed=7)
+    async with running(model) as core:
+        plain = await run(core, prompt_of(model, 40), 60, params=params)
+    async with running(model, **FIXED) as core:
+        drafted = await run(core, prompt_of(model, 40), 60, params=params, **THREE)
+    assert drafted.tokens == plain.tokens
