@@ -12,6 +12,10 @@ class NoLogits(ValueError):
     """A row has no finite maximum: the model produced NaN, and no token can be drawn from that."""
 
 
+class NoneAllowed(ValueError):
+    """The constraint allows none of the candidates that a device handed out."""
+
+
 def top_candidates(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Ids and logits of the `count` largest entries, largest first, lower id first among equals.
 
@@ -38,6 +42,16 @@ def top_candidates(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.
     values = logits[ids]
     order = np.lexsort((ids, -values))[:count]
     return ids[order].astype(np.int32), values[order]
+
+
+def top_of(
+    ids: NDArray[np.int32], values: NDArray[np.float32], count: int
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The `count` largest of a few candidates, in the order of `top_candidates`. Raises NoLogits if there is a NaN."""
+    if np.isnan(values).any():
+        raise NoLogits("the logits hold NaN")
+    order = np.lexsort((ids, -values))[:count]
+    return ids[order], values[order]
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float32]:

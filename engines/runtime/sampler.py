@@ -2,7 +2,10 @@
 
 The candidates come from one of two places, fixed for an engine's life by its configuration: from the raw logits on the host, or
 from a static top-k chain that runs on the device and spares the copy of the logits. A request that needs more than the
-candidates (a lifting bias, log probabilities, sampling without top-k) runs on a sequence without a device chain.
+candidates (a lifting bias, log probabilities, a constraint, sampling without top-k) runs on a sequence without a device chain.
+
+The order on a row: log probabilities are read first, as the model gave them; then the request's bias, then the constraint's mask,
+which has the last word on what may come; then the chain, on what is left.
 The default parameters are llama.cpp's, because its users' expectations of a local model come from there.
 """
 
@@ -20,7 +23,8 @@ from numpy.typing import NDArray
 from engines.api_schema import ChatRequest
 from engines.config import EngineConfig
 from engines.errors import InvalidRequest
-from engines.runtime.candidates import NoLogits, log_probabilities, top_candidates
+from engines.runtime.candidates import NoLogits, NoneAllowed, log_probabilities, top_candidates, top_of
+from engines.runtime.constraint import Constraint
 from engines.runtime.llama import Llama
 
 SEED_MASK = 0xFFFF_FFFF
@@ -129,7 +133,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A drawn token's log probability under the model (before any sampler), and those of the likeliest tokens."""
+    """A drawn token's log probability under the model (before any sampler, bias or mask), and those of the likeliest tokens."""
 
     token: int
     logprob: float
@@ -139,12 +143,15 @@ class TokenLogprob:
 class Sampler:
     """Owns one llama.cpp chain. Lives with its generation across preemption; closed by the thread that owns the context."""
 
-    def __init__(self, params: SamplingParams, llama: Llama) -> None:
+    def __init__(self, params: SamplingParams, llama: Llama, constraint: Constraint | None = None) -> None:
         self.params = params
+        self.constraint = constraint
         self._llama = llama
         self._bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self._bias_values = np.array([value for _, value in params.logit_bias], dtype=np.float32)
         self._greedy = params.temperature == 0
+        # Random numbers used up by choices: a sampler elsewhere that skips as many goes on alike.
+        self.draws = 0
         parts = self._parts()
         self._table = np.zeros(0, dtype=_CANDIDATE)
         self._table_pointer: Any = None
@@ -207,21 +214,78 @@ class Sampler:
         for token in tokens[-window:] if window else ():
             llama_cpp.llama_sampler_accept(self._chain, token)
 
+    def skip(self, draws: int) -> None:
+        """Uses up as many random numbers as `draws` choices do, since llama.cpp's generator cannot be set to a place."""
+        self.draws += draws
+        if self._chain is None or self._greedy:
+            return
+        last = llama_cpp.llama_sampler_chain_get(self._chain, llama_cpp.llama_sampler_chain_n(self._chain) - 1)
+        single = np.zeros(1, dtype=_CANDIDATE)
+        array = llama_cpp.llama_token_data_array()
+        array.data = single.ctypes.data_as(llama_cpp.llama_token_data_p)
+        for _ in range(draws):
+            array.size, array.selected, array.sorted = 1, -1, True
+            llama_cpp.llama_sampler_apply(last, ctypes.byref(array))
+
+    def take(self, token: int) -> None:
+        """Lets penalties and the constraint see a token that was not drawn. Raises ConstraintFailed if it may not come."""
+        if self._chain is not None:
+            llama_cpp.llama_sampler_accept(self._chain, token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+
     def draw_from_logits(self, logits: NDArray[np.float32]) -> tuple[int, TokenLogprob | None]:
-        """The next token from a whole row, shape (vocabulary,). Raises NoLogits for a row of NaN."""
+        """The next token from a whole row, shape (vocabulary,), which is changed.
+
+        Raises NoLogits for a row of NaN, and ConstraintFailed where the constraint cannot go on.
+        """
         probabilities = log_probabilities(logits) if self.params.top_logprobs is not None else None
         if self._bias_ids.size:
             # In place: the row is computed anew before anybody reads it again.
             logits[self._bias_ids] += self._bias_values
         wanted = self.params.wanted_candidates if self._chain is not None else 1
-        token = self._choose(*top_candidates(logits, wanted if wanted is not None else logits.shape[0]))
+        count = wanted if wanted is not None else logits.shape[0]
+        if self.constraint is not None:
+            token = self._draw_allowed(self.constraint, logits, count)
+        else:
+            token = self._choose(*top_candidates(logits, count))
         return token, None if probabilities is None else self._logprob(probabilities, token)
 
+    def _draw_allowed(self, constraint: Constraint, logits: NDArray[np.float32], count: int) -> int:
+        allowed = constraint.allowed()
+        if allowed is None:
+            constraint.mask(logits)
+            ids, values = top_candidates(logits, count)
+        else:
+            ids, values = top_of(allowed, logits[allowed], count)
+        # What is masked or banned stands at the end; without any candidate before it the bias leaves nothing.
+        possible = int(np.count_nonzero(values > -np.inf))
+        if possible:
+            token = self._choose(ids[:possible], values[:possible])
+        else:
+            token = constraint.only_end(logits)
+        constraint.accept(token)
+        return token
+
     def draw_from_candidates(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
-        """The next token from candidates of the device, which come in no order. Raises NoLogits if there is a NaN."""
+        """The next token from candidates of the device, which come in no order.
+
+        Raises NoLogits if there is a NaN, NoneAllowed where a constraint allows none of them, ConstraintFailed as above.
+        """
         if self._bias_ids.size:
             for token, value in self.params.logit_bias:
                 logits[ids == token] += value
+        if self.constraint is not None:
+            possible = self.constraint.allows(ids) & (logits > -np.inf)
+            if not possible.any():
+                raise NoneAllowed("no candidate of the device is allowed")
+            ids, logits = ids[possible], logits[possible]
+        token = self._draw_candidate(ids, logits)
+        if self.constraint is not None:
+            self.constraint.accept(token)
+        return token
+
+    def _draw_candidate(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
         best = logits.argmax()  # of a NaN, if there is one
         if np.isnan(logits[best]):
             raise NoLogits("the logits hold NaN")
@@ -241,6 +305,7 @@ class Sampler:
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._table_pointer, count, -1, in_order
         llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        self.draws += 1
         # A sampler may move the array elsewhere, so the token is read where the struct points now.
         token = int(array.data[array.selected].id)
         llama_cpp.llama_sampler_accept(self._chain, token)
