@@ -52,6 +52,11 @@ def device(name: str) -> Device | None:
     return _device(handle) if handle else None
 
 
+def device_at(handle: int) -> Device:
+    """The device of a ggml_backend_dev_t."""
+    return _device(handle)
+
+
 def _device(handle: int) -> Device:
     registry = function("ggml_backend_dev_backend_reg", ctypes.c_void_p, ctypes.c_void_p)(handle)
     kind = function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)

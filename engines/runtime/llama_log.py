@@ -57,6 +57,11 @@ def _receive(level: int, text: bytes, _user_data: object) -> None:
 _callback = llama_cpp.llama_log_callback(_receive)
 
 
+def callback() -> object:
+    """For a library beside libllama that logs by itself."""
+    return _callback
+
+
 def install() -> None:
     """Makes llama.cpp's lines ours. Calling it again is harmless."""
     llama_cpp.llama_log_set(_callback, ctypes.c_void_p(0))

@@ -157,8 +157,9 @@ def _measure_once(config: EngineConfig) -> dict[str, Any]:
     anonymous_bytes = process_anonymous_bytes()
     llama = Llama(config, config.threads or 1, lambda _share: None)
     try:
-        batch = Batch(config.batch_tokens)
-        batch.add(0, 0, [1] * config.batch_tokens, output_last=True)
+        tokens = min(config.pooled_step_tokens, llama.context_train_tokens) if config.pooling else config.batch_tokens
+        batch = Batch(tokens)
+        batch.add(0, 0, [1] * tokens, outputs=1)
         if llama.decode(batch) != 0:
             raise ModelLoadFailed("llama.cpp refused the first batch")
         report = llama.memory_report

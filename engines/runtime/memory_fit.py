@@ -19,6 +19,7 @@ from engines.runtime.memory_need import HOST, shortages
 from engines.runtime.memory_probe import Simulation
 
 SHORTEST_CONTEXT_TOKENS = 2048
+SHORTEST_POOLED_STEP_TOKENS = 64
 PLANS_LIMIT = 120
 _COMPACT_KV = "q8_0"
 _WIDER_KV = ("f16", "bf16", "f32")
@@ -95,11 +96,14 @@ def _form(config: EngineConfig, change: Mapping[str, Any]) -> NearestForm:
 
 def _axes(config: EngineConfig, simulation: Simulation, short_devices: Sequence[str]) -> Iterator[list[Step]]:
     """The axes along which the short devices' need can fall, each with at least one step."""
-    candidates = [_slots(config), _context(config), _kv_types(config)]
-    if simulation.has_recurrent_state:
-        candidates.append(_checkpoints(config))
-    if HOST in short_devices:
-        candidates.append(_host_cache(config))
+    if config.pooling:
+        candidates = [_context(config), _pooled_steps(config)]
+    else:
+        candidates = [_slots(config), _context(config), _kv_types(config)]
+        if simulation.has_recurrent_state:
+            candidates.append(_checkpoints(config))
+        if HOST in short_devices:
+            candidates.append(_host_cache(config))
     if any(device != HOST for device in short_devices):
         if simulation.experts:
             candidates.append(_expert_layers(config, simulation.layers))
@@ -118,6 +122,15 @@ def _context(config: EngineConfig) -> list[Step]:
         if config.cache_tokens:
             change["cache_tokens"] = config.cache_tokens * tokens // config.context_tokens
         steps.append(Step(change, math.log2(config.context_tokens / tokens)))
+        tokens //= 2
+    return steps
+
+
+def _pooled_steps(config: EngineConfig) -> list[Step]:
+    """A step's rows of output are most of what a pooling engine takes beside its weights; they bound an input, too."""
+    steps, tokens = [], config.pooled_step_tokens // 2
+    while tokens >= SHORTEST_POOLED_STEP_TOKENS:
+        steps.append(Step({"micro_batch_tokens": tokens}, math.log2(config.pooled_step_tokens / tokens)))
         tokens //= 2
     return steps
 

@@ -20,7 +20,8 @@ class DeviceNeed:
     """Bytes of one device by purpose.
 
     `mapped_bytes` is the part of the weights that the page cache holds and can drop. `cache_bytes` is the budget for
-    parked states, host only; it is reached in use, not at load.
+    parked states, host only; it is reached in use, not at load. `projector_bytes` is outside of llama.cpp's account of a
+    loaded model, so it is known as planned only.
     """
 
     weights_bytes: int = 0
@@ -30,6 +31,7 @@ class DeviceNeed:
     output_bytes: int = 0
     mapped_bytes: int = 0
     cache_bytes: int = 0
+    projector_bytes: int = 0
 
     @property
     def loaded_bytes(self) -> int:
@@ -38,7 +40,7 @@ class DeviceNeed:
 
     @property
     def total_bytes(self) -> int:
-        return self.loaded_bytes + self.cache_bytes
+        return self.loaded_bytes + self.cache_bytes + self.projector_bytes
 
     def __add__(self, other: DeviceNeed) -> DeviceNeed:
         return DeviceNeed(*(mine + theirs for mine, theirs in zip(self._bytes(), other._bytes(), strict=True)))
@@ -54,7 +56,7 @@ class DeviceNeed:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes by purpose as metrics and messages name it; what is 0 is left out."""
-        kinds = ("weights", "kv", "recurrent", "compute", "output", "cache")
+        kinds = ("weights", "kv", "recurrent", "compute", "output", "cache", "projector")
         return {kind: size for kind in kinds if (size := getattr(self, f"{kind}_bytes"))}
 
 

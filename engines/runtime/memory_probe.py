@@ -21,6 +21,7 @@ from engines.errors import ModelLoadFailed
 from engines.runtime import ggml, host_memory, llama_log
 from engines.runtime.context_params import ContextParams
 from engines.runtime.host_memory import Room
+from engines.runtime.media_memory import projector_bytes
 from engines.runtime.memory_need import HOST, DeviceNeed, MemoryNeed
 from engines.runtime.placement import Placement, place
 
@@ -120,17 +121,27 @@ def mapped_weights(model: Any) -> int:
     The mapped buffers themselves span from their first to their last tensor, and with them what lies between and was
     copied to a device: pages that nobody reads again.
     """
-    vector = _cxx_function(_TENSORS, ctypes.POINTER(_TensorVector), ctypes.c_void_p)(model).contents
-    count = ((vector.end or 0) - (vector.begin or 0)) // ctypes.sizeof(_NamedTensor)
     size_of = ggml.function("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
     name_of = ggml.function("ggml_backend_buffer_name", ctypes.c_char_p, ctypes.c_void_p)
     total_bytes = 0
-    tensors = (_NamedTensor * count).from_address(vector.begin) if count else ()
-    for handle in {entry.tensor for entry in tensors}:
+    for handle in _tensors(model):
         buffer = _TensorFront.from_address(handle).buffer
         if buffer and name_of(buffer).endswith(b"_Mapped"):
             total_bytes += size_of(handle)
     return total_bytes
+
+
+def tensor_names(model: Any) -> set[str]:
+    """The names of a loaded model's tensors, as its GGUF has them."""
+    name_of = ggml.function("ggml_get_name", ctypes.c_char_p, ctypes.c_void_p)
+    return {name_of(handle).decode("utf-8", "replace") for handle in _tensors(model)}
+
+
+def _tensors(model: Any) -> set[int]:
+    vector = _cxx_function(_TENSORS, ctypes.POINTER(_TensorVector), ctypes.c_void_p)(model).contents
+    count = ((vector.end or 0) - (vector.begin or 0)) // ctypes.sizeof(_NamedTensor)
+    tensors = (_NamedTensor * count).from_address(vector.begin) if count else ()
+    return {entry.tensor for entry in tensors}
 
 
 class Simulation:
@@ -192,8 +203,12 @@ class Simulation:
         # The rows begin at one per sequence and grow to what a step may ask for.
         rows = max(config.outputs, sequences)
         host = grown.get(HOST, DeviceNeed())
-        host = replace(host, output_bytes=host.output_bytes * rows // sequences, cache_bytes=config.host_cache_bytes)
-        return MemoryNeed({**grown, HOST: host}, estimated=few < sequences or some < cells)
+        cache_bytes = 0 if config.pooling else config.host_cache_bytes
+        host = replace(host, output_bytes=host.output_bytes * rows // sequences, cache_bytes=cache_bytes)
+        needs = {**grown, HOST: host}
+        for name, size_bytes in projector_bytes(config).items():
+            needs[name] = needs.get(name, DeviceNeed()) + DeviceNeed(projector_bytes=size_bytes)
+        return MemoryNeed(needs, estimated=few < sequences or some < cells)
 
     def _affordable_sequences(self, config: EngineConfig) -> int:
         """How many sequences' recurrent state may be allocated for a simulation, from what one takes."""
