@@ -7,28 +7,28 @@ that cannot be honoured yet are refused, never silently dropped.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from engines.api_body import clean_text, validated
+from engines.api_tools import MAX_TOOL_CALLS, FunctionSpec, Tool, ToolCall, bounded_json, checked_tools, chosen_function
 from engines.errors import InvalidRequest, UnsupportedParameter
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 16384
 MAX_LOGIT_BIAS = 1024
+MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_KWARGS_CHARS = 64 << 10
+MAX_GRAMMAR_CHARS = 256 << 10
+MAX_REGEX_CHARS = 16 << 10
+MAX_SCHEMA_NESTING = 64
+# Variables that a template gets from the engine, so that a request cannot give them another meaning.
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-def _clean(text: str) -> str:
-    """Lone surrogates pass JSON's escapes, but are no text: no tokenizer can take them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("holds a lone surrogate, which is not valid Unicode") from error
-    return text
 
 
 class TextPart(BaseModel):
@@ -42,7 +42,7 @@ class TextPart(BaseModel):
             raise ValueError(f"content of type {self.type!r} needs a model with a projector; this one takes only text")
         if self.text is None:
             raise ValueError("a part of type 'text' needs its text")
-        _clean(self.text)
+        clean_text(self.text)
         return self
 
 
@@ -55,7 +55,7 @@ class Message(BaseModel):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -64,9 +64,9 @@ class Message(BaseModel):
             raise ValueError(f"unknown role {self.role!r}; known are {', '.join(ROLES)}")
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
             raise ValueError(f"a message of role {self.role!r} needs content")
-        for text in (self.content, self.name, self.thoughts):
+        for text in (self.content, self.name, self.thoughts, self.tool_call_id):
             if isinstance(text, str):
-                _clean(text)
+                clean_text(text)
         return self
 
     @property
@@ -88,7 +88,13 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A validated `POST /v1/chat/completions` body. Bounds as in OpenAI's documentation."""
+    """A validated `POST /v1/chat/completions` body. Bounds as in OpenAI's documentation.
+
+    Beside OpenAI's fields: `enable_thinking` and `chat_template_kwargs` reach the template; `thinking_budget_tokens` (also
+    `reasoning_budget`) ends the reasoning after so many tokens, -1 never; `reasoning_format` "none" leaves reasoning in the
+    content; `reasoning_field` is the name under which it leaves else. `json_schema`, `grammar` (GBNF) and `regex` (also
+    `guided_regex`) constrain the answer.
+    """
 
     model_config = _STRICT
 
@@ -125,12 +131,26 @@ class ChatRequest(BaseModel):
     ignore_eos: bool = False
     cache_prompt: bool = True
     return_progress: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    draft_min: Annotated[int, Field(ge=0, le=16)] = Field(0, alias="speculative.n_min")
+    draft_max: Annotated[int, Field(ge=0, le=16)] | None = Field(None, alias="speculative.n_max")
     user: str | None = None
     prompt_cache_key: str | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    reasoning_budget: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
     response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)] | None = None
+    regex: Annotated[str, Field(max_length=MAX_REGEX_CHARS)] | None = None
+    guided_regex: Annotated[str, Field(max_length=MAX_REGEX_CHARS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
@@ -144,7 +164,7 @@ class ChatRequest(BaseModel):
         for stop in stops:
             if not stop or len(stop) > MAX_STOP_CHARS:
                 raise ValueError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters")
-            _clean(stop)
+            clean_text(stop)
         return value
 
     @field_validator("logit_bias")
@@ -156,6 +176,55 @@ class ChatRequest(BaseModel):
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise ValueError(f"keys are token ids; {key[:40]!r} is none")
         return value
+
+    @field_validator("tools")
+    @classmethod
+    def _bounded_tools(cls, value: list[Tool] | None) -> list[Tool] | None:
+        return checked_tools(value) if value else None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _known_choice(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        chosen_function(value)
+        return value
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _bounded_kwargs(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in value or {}:
+            if not name.isidentifier() or name in OWN_VARIABLES:
+                raise ValueError(f"{name[:40]!r} cannot be given to a template")
+        if not isinstance((value or {}).get("enable_thinking", True), bool):
+            raise ValueError("enable_thinking must be true or false")
+        bounded_json(value, chars=MAX_TEMPLATE_KWARGS_CHARS, nesting=16)
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _known_format(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type") not in ("text", "json_object", "json_schema"):
+            raise ValueError("type must be 'text', 'json_object' or 'json_schema'")
+        return value
+
+    @field_validator("response_format", "json_schema")
+    @classmethod
+    def _bounded_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        bounded_json(value, chars=MAX_GRAMMAR_CHARS, nesting=MAX_SCHEMA_NESTING)
+        return value
+
+    @field_validator("grammar", "regex", "guided_regex")
+    @classmethod
+    def _valid_text(cls, value: str | None) -> str | None:
+        return value if value is None else clean_text(value)
+
+    @model_validator(mode="after")
+    def _choice_is_offered(self) -> ChatRequest:
+        named = chosen_function(self.tool_choice)
+        if (named or self.tool_choice == "required") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if named and named not in self.functions_by_name:
+            raise ValueError(f"tool_choice names {named[:64]!r}, which is none of the tools")
+        return self
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
@@ -175,17 +244,37 @@ class ChatRequest(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def functions_by_name(self) -> dict[str, FunctionSpec]:
+        """The functions that the answer may call: none with `tool_choice` "none"."""
+        if self.tool_choice == "none":
+            return {}
+        return {tool.function.name: tool.function for tool in self.tools or ()}
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of reasoning after which it is ended; None: as many as the model likes."""
+        given = self.thinking_budget_tokens if self.thinking_budget_tokens is not None else self.reasoning_budget
+        return None if given is None or given < 0 else given
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to reason before it answers; None where the request does not say."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        given = (self.chat_template_kwargs or {}).get("enable_thinking")
+        if given is not None:
+            return bool(given)
+        if self.thinking_budget == 0 or self.reasoning_effort == "none":
+            return False
+        return None if self.reasoning_effort in (None, "minimal") else True
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedParameter for known parameters that would change the answer and are not there yet."""
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise UnsupportedParameter(
-                "Constrained output is not served yet; only response_format {'type': 'text'} is.",
-                param="response_format",
-            )
-        for name, value in (("tools", self.tools), ("functions", self.functions), ("audio", self.audio)):
+        for name, value in (("functions", self.functions), ("audio", self.audio)):
             if value:
                 raise UnsupportedParameter(f"{name} is not served yet.", param=name)
         if self.modalities not in (None, ["text"]):
@@ -215,25 +304,6 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 def parse_chat_request(raw: bytes) -> ChatRequest:
     """Validates a chat completion body. Raises InvalidRequest (with `param`) or UnsupportedParameter."""
-    body = parse_json_object(raw)
-    try:
-        request = ChatRequest.model_validate(body)
-    except ValidationError as error:
-        raise _first_problem(error) from error
+    request = validated(ChatRequest, parse_json_object(raw))
     request.refuse_unsupported()
     return request
-
-
-def _first_problem(error: ValidationError) -> InvalidRequest:
-    # Of a union's failed branches the one that got deepest into the value is the one the client meant.
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    problem = max(problems, key=lambda p: (p["loc"][:1] == problems[0]["loc"][:1], len(p["loc"])))
-    steps = [str(step) for step in problem["loc"] if not _is_union_branch(step)]
-    param = ".".join(steps) or None
-    message = problem["msg"].removeprefix("Value error, ")
-    return InvalidRequest(f"{param}: {message}" if param else message, param=param)
-
-
-def _is_union_branch(step: int | str) -> bool:
-    """Pydantic names the union branch it tried in `loc`; clients know only field names and indices."""
-    return isinstance(step, str) and (step in ("str", "int", "float", "TextPart") or "[" in step)

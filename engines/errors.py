@@ -9,10 +9,34 @@ EngineError
 ├── QueueFull                   429  the engine's waiting line is at its bound
 ├── DeadlineExceeded            504  the request waited or ran longer than its deadline
 ├── DecodeFailed                500  llama.cpp refused a batch of this request
+├── ConstraintFailed            400  the form that the request asked for cannot be followed any further
+├── TemplateBroken              500  the model's chat template, or the one given instead, cannot be compiled
+├── StateError                       a slot's state can not leave or enter
+│   ├── SlotNotFound            404  no slot has that id
+│   ├── SlotEmpty               404  the slot holds no tokens
+│   ├── SlotBusy                409  the slot generates, or another transfer has it
+│   ├── SlotFileNotFound        404  no saved slot has that name
+│   ├── SlotFileFailed          500  a saved slot can not be read or written
+│   ├── SlotOccupied            409  the slot holds a conversation and the sender asked to spare it
+│   ├── StateInvalid            400  the bytes are cut short, damaged or of no known form
+│   ├── StateIncompatible       422  sound bytes, but of another model, KV type or layout
+│   ├── StateTooLarge           413  more tokens than this engine's context takes
+│   └── StateSharingOff         501  this engine's llama.cpp lays states out in an unknown way
+├── NotServed                   501  this process does not serve that operation
+├── ProtocolBroken              502  bytes that are not the binary protocol's, or an exchange that stopped midway
+├── NotAuthenticated            401  HELLO failed: one side does not know the shared secret, or did not say HELLO
+├── RpcRefused                       a peer answered with another status than OK; carries its message, code and hint
+│   ├── RpcNotFound             404  NOT_FOUND
+│   ├── RpcFailed               500  ERROR
+│   ├── RpcBusy                 503  BUSY; a later try may succeed
+│   ├── RpcBadRequest           400  BAD_REQUEST
+│   └── RpcNotServed            501  NOT_IMPLEMENTED
 └── Unavailable                 503  nothing can answer now, a later try may succeed
     ├── EngineLoading           503  the engine still loads its model
     ├── EngineStopping          503  the engine shuts down
     ├── EngineUnreachable       503  the engine's process does not answer
+    │   └── RpcTimeout          503  an operation of the binary protocol did not end within its deadline
+    ├── NoCellsFree             503  other conversations hold the cells that the state needs
     └── NoEngineReady           503  the model is known, but no engine serves it now
 
 LaunchError                          an engine process could not be started (never reaches a client as such)
@@ -51,6 +75,24 @@ class EngineError(Exception):
         if self.hint:
             error["hint"] = self.hint
         return {"error": error}
+
+    def messages_body(self) -> dict[str, object]:
+        """The error in the shape of Anthropic's Messages API, with our code and hint beside it."""
+        kind = _MESSAGES_TYPES.get(self.http_status, "invalid_request_error" if self.http_status < 500 else "api_error")
+        error = {"type": kind, "message": self.message, "code": self.code}
+        return {"type": "error", "error": {**error, "hint": self.hint} if self.hint else error}
+
+
+# Anthropic's names, by status; its clients choose an exception by the status alone.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class InvalidRequest(EngineError):
@@ -101,6 +143,151 @@ class DecodeFailed(EngineError):
     retryable = True
 
 
+class ConstraintFailed(EngineError):
+    code = "constraint_failed"
+    http_status = 400
+    error_type = "invalid_request_error"
+    hint = "Ask for a simpler schema or grammar: shorter patterns, fewer alternatives."
+
+
+class TemplateBroken(EngineError):
+    code = "template_broken"
+    hint = "Give the engine another chat template (chat_template)."
+
+
+class StateError(EngineError):
+    """Something kept a slot's state from leaving or entering; the slot is free, and empty if it was being filled."""
+
+    code = "state_error"
+
+
+class SlotNotFound(StateError):
+    code = "slot_not_found"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "GET /slots lists the slots."
+
+
+class SlotEmpty(StateError):
+    code = "slot_empty"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "A slot has state once a request ran in it."
+
+
+class SlotBusy(StateError):
+    code = "slot_busy"
+    http_status = 409
+    error_type = "conflict_error"
+    retryable = True
+    retry_after_s = 1
+    hint = "Wait until GET /slots shows the slot idle, or use another slot."
+
+
+class SlotFileNotFound(StateError):
+    code = "slot_file_not_found"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "A slot is saved under a name with POST /slots/{id}?action=save."
+
+
+class SlotFileFailed(StateError):
+    code = "slot_file_failed"
+    hint = "The disk under slot_save_path is full, failing or not writable."
+
+
+class SlotOccupied(StateError):
+    code = "slot_occupied"
+    http_status = 409
+    error_type = "conflict_error"
+    hint = "Take an empty slot, or allow what it holds to be replaced (erase_existing)."
+
+
+class StateInvalid(StateError):
+    code = "state_invalid"
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class StateIncompatible(StateError):
+    code = "state_incompatible"
+    http_status = 422
+    error_type = "invalid_request_error"
+    hint = "Both engines must serve the same model file with the same KV types; GET /slots/{id}/state/meta shows the fingerprint."
+
+
+class StateTooLarge(StateError):
+    code = "state_too_large"
+    http_status = 413
+    error_type = "invalid_request_error"
+    hint = "Serve the model with a longer context."
+
+
+class StateSharingOff(StateError):
+    code = "state_sharing_off"
+    http_status = 501
+    hint = "The engine's log has the reason; it serves chat all the same."
+
+
+class NotServed(EngineError):
+    code = "not_served"
+    http_status = 501
+    error_type = "not_supported_error"
+
+
+class ProtocolBroken(EngineError):
+    code = "protocol_broken"
+    http_status = 502
+    retryable = True
+
+
+class NotAuthenticated(EngineError):
+    code = "not_authenticated"
+    http_status = 401
+    error_type = "authentication_error"
+    hint = "Both sides need the same rpc_secret; HELLO comes first on every connection."
+
+
+class RpcRefused(EngineError):
+    """What a peer said instead of OK. `peer_code` is its own error code, finer than the status that the class stands for."""
+
+    code = "rpc_refused"
+
+    def __init__(self, message: str, *, peer_code: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.peer_code = peer_code
+
+
+class RpcNotFound(RpcRefused):
+    code = "rpc_not_found"
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class RpcFailed(RpcRefused):
+    code = "rpc_failed"
+
+
+class RpcBusy(RpcRefused):
+    code = "rpc_busy"
+    http_status = 503
+    error_type = "unavailable_error"
+    retryable = True
+    retry_after_s = 1
+
+
+class RpcBadRequest(RpcRefused):
+    code = "rpc_bad_request"
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class RpcNotServed(RpcRefused):
+    code = "rpc_not_served"
+    http_status = 501
+    error_type = "not_supported_error"
+
+
 class Unavailable(EngineError):
     code = "unavailable"
     http_status = 503
@@ -120,6 +307,15 @@ class EngineStopping(Unavailable):
 
 class EngineUnreachable(Unavailable):
     code = "engine_unreachable"
+
+
+class NoCellsFree(Unavailable):
+    code = "no_cells_free"
+    hint = "Other conversations run; try again when they have ended, or serve the model with more cache_tokens."
+
+
+class RpcTimeout(EngineUnreachable):
+    code = "rpc_timeout"
 
 
 class NoEngineReady(Unavailable):

@@ -19,12 +19,19 @@ import uvloop
 from aiohttp import web
 
 from engines.config import ConfigInvalid, EngineConfig
-from engines.errors import ModelLoadFailed
+from engines.errors import ModelLoadFailed, TemplateBroken
+from engines.rpc_serving import RpcServer
 from engines.runtime.core import EngineCore
+from engines.runtime.embedding_core import EmbeddingCore
+from engines.runtime.embedding_metrics import EmbeddingMetrics
 from engines.runtime.http import EngineServer
+from engines.runtime.http_embeddings import PoolingServer
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.rpc_server import engine_rpc
+from engines.runtime.template_process import require_compiles
 
 SHUTDOWN_S = 4.0
+SECRET_VARIABLE = "HYDRA_RPC_SECRET"
 SWITCH_INTERVAL_S = 0.0002
 log = logging.getLogger("hydra.engine")
 
@@ -38,6 +45,7 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     for name, text in (
         ("port", "HTTP port"),
+        ("rpc-port", "port of the binary protocol, 0: off"),
         ("slots", "requests served at once"),
         ("threads", "compute threads, 0: all cores but one"),
         ("gpu-layers", "layers on the GPU, -1: all"),
@@ -52,12 +60,19 @@ def parse_config(arguments: list[str]) -> EngineConfig:
             text = path.read_text()
         except OSError as error:
             raise ConfigInvalid(f"cannot read {path}: {error.strerror}") from error
-        config = EngineConfig.from_json(text)
-        return dataclasses.replace(config, **flags)
+        return _with_secret(dataclasses.replace(EngineConfig.from_json(text), **flags))
     if "model_path" not in flags:
         raise ConfigInvalid("give --config or --model")
     flags.setdefault("model_name", Path(flags["model_path"]).stem)
-    return EngineConfig(**flags)
+    return _with_secret(EngineConfig(**flags))
+
+
+def _with_secret(config: EngineConfig) -> EngineConfig:
+    """The secret of the binary protocol from the environment, where the file has none; never from a flag, which `ps` shows."""
+    if not config.rpc_secret:
+        config = dataclasses.replace(config, rpc_secret=os.environ.get(SECRET_VARIABLE, ""))
+    config.refuse_open_rpc()
+    return config
 
 
 def compute_threads(wanted: int) -> int:
@@ -68,18 +83,21 @@ def compute_threads(wanted: int) -> int:
 async def serve(config: EngineConfig) -> int:
     """Runs until a signal, a load failure or the core's end. Returns the exit code."""
     loop = asyncio.get_running_loop()
-    core = EngineCore(config, compute_threads(config.threads), loop, EngineMetrics())
-    server = EngineServer(config, core)
+    core, server = _engine(config, loop)
     runner = web.AppRunner(
         server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S / 2, keepalive_timeout=75
     )
     await runner.setup()
-    try:
-        await web.TCPSite(runner, config.host, config.port).start()
-    except OSError as error:
-        await runner.cleanup()
-        log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror)
-        return 4
+    rpc = _rpc(config, server)
+    listeners = [(config.port, web.TCPSite(runner, config.host, config.port).start)]
+    listeners += [(config.rpc_port, rpc.start)] if rpc else []
+    for port, listen in listeners:
+        try:
+            await listen()
+        except OSError as error:
+            await runner.cleanup()
+            log.error("cannot listen on %s:%d: %s", config.host, port, error.strerror)
+            return 4
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -87,7 +105,7 @@ async def serve(config: EngineConfig) -> int:
     log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model_path)
     await _until_stopped(core, stop)
     core.stop()
-    await runner.cleanup()
+    await asyncio.gather(runner.cleanup(), *([rpc.close()] if rpc else []))
     server.close()
     await asyncio.to_thread(core.join, SHUTDOWN_S)
     if core.is_alive():
@@ -96,7 +114,25 @@ async def serve(config: EngineConfig) -> int:
     return _exit_code(core)
 
 
-async def _until_stopped(core: EngineCore, stop: asyncio.Event) -> None:
+def _engine(
+    config: EngineConfig, loop: asyncio.AbstractEventLoop
+) -> tuple[EngineCore, EngineServer] | tuple[EmbeddingCore, PoolingServer]:
+    threads = compute_threads(config.threads)
+    if config.pooling:
+        pooling = EmbeddingCore(config, threads, loop, EmbeddingMetrics())
+        return pooling, PoolingServer(config, pooling)
+    core = EngineCore(config, threads, loop, EngineMetrics())
+    return core, EngineServer(config, core)
+
+
+def _rpc(config: EngineConfig, server: EngineServer | PoolingServer) -> RpcServer | None:
+    """The server of the binary protocol, which moves states; an engine that only embeds has none."""
+    if not config.rpc_port or not isinstance(server, EngineServer):
+        return None
+    return engine_rpc(config, server.preparation, server.desk)
+
+
+async def _until_stopped(core: EngineCore | EmbeddingCore, stop: asyncio.Event) -> None:
     """Returns on a signal or when the core ended by itself."""
     stopped = asyncio.ensure_future(stop.wait())
     while not stop.is_set() and core.state in ("loading", "ready"):
@@ -107,7 +143,7 @@ async def _until_stopped(core: EngineCore, stop: asyncio.Event) -> None:
     stopped.cancel()
 
 
-def _exit_code(core: EngineCore) -> int:
+def _exit_code(core: EngineCore | EmbeddingCore) -> int:
     if isinstance(core.failure, ModelLoadFailed):
         return 3
     return 1 if core.failure is not None else 0
@@ -117,7 +153,9 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse_config(arguments)
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    except (ConfigInvalid, ValueError) as error:
+        if config.chat_template:
+            require_compiles(config.chat_template)
+    except (ConfigInvalid, TemplateBroken, ValueError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 2
     # The core's thread wants the interpreter back when a step ends; five milliseconds of waiting would be half a step.

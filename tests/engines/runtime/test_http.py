@@ -174,7 +174,7 @@ def test_no_chunk_of_a_stream_holds_a_broken_character(tiny: EngineProcess) -> N
         (b"{not json", 400, "invalid_request"),
         ({"messages": []}, 400, "invalid_request"),
         ({"messages": HELLO, "max_tokens": 0}, 400, "invalid_request"),
-        ({"messages": HELLO, "tools": [{}]}, 400, "unsupported_parameter"),
+        ({"messages": HELLO, "tools": [{}]}, 400, "invalid_request"),
         ({"messages": HELLO, "logit_bias": {"100000": 1}}, 400, "invalid_request"),
         ({"messages": [{"role": "user", "content": "word " * 6000}]}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 500_000}]}, 400, "context_length_exceeded"),

@@ -60,6 +60,15 @@ def test_a_bad_configuration_is_one_line_and_two(arguments: list[str], word: str
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_broken_chat_template_is_one_line_and_two(tmp_path: Path) -> None:
+    config = EngineConfig("x.gguf", "x", chat_template="{% for message in messages %}\n{{ message.content }")
+    (tmp_path / "engine.json").write_text(config.to_json())
+    result = run("--config", str(tmp_path / "engine.json"))
+    assert result.returncode == 2
+    assert "chat template cannot be compiled: line 2" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("values", "word"),
     [

@@ -1,0 +1,89 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from engines.api_constraint import constraint_spec
+from engines.api_schema import ChatRequest, parse_chat_request
+from engines.runtime.answers import ChatAnswer, event
+from engines.runtime.chat_output import ChatFormat
+from engines.runtime.generation import Generation, Piece, Stats
+from engines.runtime.http_stream import COMMENT_PING, collect, stream
+from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.thinking_budget import ThinkingBudget
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A chat that is ready to run: its generations share one mailbox, and `form` says how their text is to be read."""
+
+    body: ChatRequest
+    generations: list[Generation]
+    form: ChatFormat
+
+
+def prepare_chat(preparation: Preparation, body: ChatRequest, identity: str, param: str) -> PreparedChat:
+    """`body` as generations. `param` names the client's field of the conversation in errors. Any thread."""
+    prompt = preparation.chat_prompt(body, param)
+    generations = preparation.generations(body, [prompt.tokens], identity, cuts=prompt.cuts, param=param)
+    preparation.constrain(generations, constraint_spec(body, prompt))
+    for generation in generations:
+        generation.thinking_budget = ThinkingBudget.of(body, prompt, preparation.llama.vocabulary)
+    return PreparedChat(body, generations, ChatFormat.of(body, prompt))
+
+
+class ChatEndpoint:
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+
+    def operations(self) -> list[Operation]:
+        return [
+            Operation(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "The next message of a conversation.",
+                (ChatRequest,),
+                answers=(JSON, SSE),
+                statuses=GENERATES,
+            )
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        identity = request_id(request)
+        raw = await request.read()
+        ready = await self._preparation.run(self._prepare, raw, identity)
+        model_name = self._preparation.config.model_name
+        answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
+        with self._preparation.running(ready.generations):
+            if ready.body.stream:
+                return await stream(request, ready.generations, ChatStream(answer, ready.body))
+            pieces = await collect(ready.generations)
+        return web.json_response(answer.whole(pieces, ready.generations, with_logprobs=bool(ready.body.logprobs)))
+
+    def _prepare(self, raw: bytes, identity: str) -> PreparedChat:
+        return prepare_chat(self._preparation, parse_chat_request(raw), identity, "messages")
+
+
+class ChatStream:
+    """A ChatAnswer as a stream: an opening chunk for each choice, usage where it is asked for, and [DONE]."""
+
+    ping = COMMENT_PING
+
+    def __init__(self, answer: ChatAnswer, body: ChatRequest) -> None:
+        self._answer = answer
+        self._with_usage = body.include_usage
+
+    def opening(self, generations: Sequence[Generation]) -> bytes:
+        return b"".join(event(self._answer.opening(generation.choice)) for generation in generations)
+
+    def frames(self, piece: Piece, generation: Generation) -> list[bytes]:
+        return self._answer.frames(piece, generation)
+
+    def closing(self, all_stats: Sequence[Stats]) -> bytes:
+        return (event(self._answer.usage_chunk(all_stats)) if self._with_usage else b"") + b"data: [DONE]\n\n"

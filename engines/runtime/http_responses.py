@@ -1,0 +1,46 @@
+"""`POST /v1/responses`: OpenAI's newer API on the same chats."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from engines.api_responses import ResponsesRequest, parse_responses_request
+from engines.runtime.http_chat import PreparedChat, prepare_chat
+from engines.runtime.http_stream import collect, stream
+from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.responses_answer import ResponsesAnswer
+
+
+class ResponsesEndpoint:
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = preparation
+
+    def operations(self) -> list[Operation]:
+        return [
+            Operation(
+                "POST",
+                "/v1/responses",
+                self.create,
+                "The next response of a conversation, as typed items.",
+                (ResponsesRequest,),
+                answers=(JSON, SSE),
+                statuses=GENERATES,
+            )
+        ]
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        identity = request_id(request)
+        raw = await request.read()
+        body, ready = await self._preparation.run(self._prepare, raw, identity)
+        model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
+        answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form)
+        with self._preparation.running(ready.generations):
+            if body.stream:
+                return await stream(request, ready.generations, answer)
+            pieces = await collect(ready.generations)
+        return web.json_response(answer.whole(pieces[0], ready.generations[0]))
+
+    def _prepare(self, raw: bytes, identity: str) -> tuple[ResponsesRequest, PreparedChat]:
+        body = parse_responses_request(raw)
+        return body, prepare_chat(self._preparation, body.chat(), identity, "input")

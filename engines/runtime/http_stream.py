@@ -1,0 +1,110 @@
+"""How pieces of a request's generations become an answer: server-sent events as they come, or all of them at the end.
+
+Knows no dialect: a `StreamedAnswer` turns pieces into frames. In silence a ping goes out, which is also how a client that
+went away is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from engines.runtime.answers import event
+from engines.runtime.generation import Generation, Piece, Stats
+
+PING_S = 10.0
+COMMENT_PING = b": ping\n\n"
+SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class StreamedAnswer(Protocol):
+    """A dialect's frames, each a whole server-sent event with its empty line."""
+
+    @property
+    def ping(self) -> bytes: ...
+
+    def opening(self, generations: Sequence[Generation]) -> bytes:
+        """What goes out at once, before any token is there."""
+
+    def frames(self, piece: Piece, generation: Generation) -> list[bytes]:
+        """A piece's frames. A piece with an error gives the dialect's error frame, after which the stream ends."""
+
+    def closing(self, all_stats: Sequence[Stats]) -> bytes:
+        """The end, after every choice has had its last piece."""
+
+
+async def stream(
+    request: web.Request, generations: Sequence[Generation], answer: StreamedAnswer, ping_s: float = PING_S
+) -> web.StreamResponse:
+    """Writes the answer while it is made. All generations share one mailbox and have their index in it as `choice`."""
+    response = web.StreamResponse(headers=SSE_HEADERS)
+    await response.prepare(request)
+    await response.write(answer.opening(generations))
+    loop = asyncio.get_running_loop()
+    written_at = loop.time()
+    mailbox = generations[0].mailbox
+    last: dict[int, Piece] = {}
+    while len(last) < len(generations):
+        frames: list[bytes] = []
+        for piece in await mailbox.take(ping_s):
+            frames += answer.frames(piece, generations[piece.choice])
+            if piece.error is not None:
+                # An error ends the whole stream; the handler's exit cancels the other choices.
+                await response.write(b"".join(frames))
+                await response.write_eof()
+                return response
+            if piece.is_last:
+                last[piece.choice] = piece
+        if frames:
+            await response.write(b"".join(frames))
+            written_at = loop.time()
+        elif loop.time() - written_at >= ping_s:
+            # What a dialect holds back (an unfinished tool call) is silence too.
+            await response.write(answer.ping)
+            written_at = loop.time()
+    await response.write(answer.closing(in_order(last)))
+    await response.write_eof()
+    return response
+
+
+async def collect(generations: Sequence[Generation]) -> dict[int, list[Piece]]:
+    """All pieces of each choice. Raises the first error that one of them brings."""
+    pieces: dict[int, list[Piece]] = {generation.choice: [] for generation in generations}
+    unfinished = set(pieces)
+    while unfinished:
+        for piece in await generations[0].mailbox.take(PING_S):
+            pieces[piece.choice].append(piece)
+            if piece.error is not None:
+                raise piece.error
+            if piece.is_last:
+                unfinished.discard(piece.choice)
+    return pieces
+
+
+def in_order(last: dict[int, Piece]) -> list[Stats]:
+    """The stats of each choice's last piece, by choice."""
+    return [piece.stats for _, piece in sorted(last.items()) if piece.stats is not None]
+
+
+def named_event(name: str, value: Mapping[str, Any]) -> bytes:
+    """A frame with an event's name, for dialects whose clients go by it."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
+def prompt_progress(piece: Piece, generation: Generation) -> dict[str, Any]:
+    """llama.cpp's `prompt_progress`: tokens of the prompt that are done, those that were cached included."""
+    started = generation.started_at or generation.queued_at
+    return {
+        "total": len(generation.prompt),
+        "cache": generation.cached_tokens,
+        "processed": piece.prompt_done_tokens,
+        "time_ms": round((time.monotonic() - started) * 1000),
+    }
