@@ -52,18 +52,22 @@ class EngineClient:
         self.base_url = base_url.rstrip("/")
         self._session = session
 
-    async def chat(self, body: bytes, *, request_id: str, stream: bool) -> aiohttp.ClientResponse:
-        """Starts a chat completion; the caller reads the answer and must close or release it. Closing it cancels.
+    async def call(
+        self, method: str, path: str, body: bytes, *, request_id: str, silence_s: float
+    ) -> aiohttp.ClientResponse:
+        """Starts a request; the caller reads the answer and must close or release it. Closing it cancels.
 
-        A stream that is silent for READ_SILENCE_S counts as dead; an answer in one piece may take ANSWER_TIMEOUT_S.
+        An engine that says nothing for `silence_s` counts as dead.
         """
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+        headers = {"X-Request-Id": request_id}
+        if body:
+            headers["Content-Type"] = "application/json"
         session = self._session or client_session()
-        silence_s = READ_SILENCE_S if stream else ANSWER_TIMEOUT_S
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
-        url = f"{self.base_url}/v1/chat/completions"
         try:
-            return await session.post(url, data=body, headers=headers, timeout=timeout)
+            return await session.request(
+                method, self.base_url + path, data=body or None, headers=headers, timeout=timeout
+            )
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
 

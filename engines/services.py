@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from celery import current_app
 from django.conf import settings
@@ -140,13 +141,17 @@ def stop(engine_id: int) -> bool:
     return _command(engine_id, "engines.tasks.stop_engine", wanted=Wanted.STOPPED)
 
 
-def suspect(engine_id: int) -> bool:
-    """Somebody could not reach this engine: no more requests go there, and its head looks at once, not at the next probe."""
-    lost = Q(pk=engine_id, state=EngineState.READY)
+def suspect(endpoint: EngineEndpoint) -> bool:
+    """Somebody could not reach this engine: no more requests go there, and its head looks at once, not at the next probe.
+
+    False also when it listens somewhere else by now: then only the caller's knowledge was old.
+    """
+    port = urlsplit(endpoint.base_url).port
+    lost = Q(pk=endpoint.engine_id, state=EngineState.READY, http_port=port)
     with transaction.atomic():
         if not _change(lost, EngineState.UNHEALTHY, last_error="a request did not reach it"):
             return False
-        host = Engine.objects.values_list("host__name", flat=True).get(pk=engine_id)
+        host = Engine.objects.values_list("host__name", flat=True).get(pk=endpoint.engine_id)
         transaction.on_commit(lambda: _send("engines.tasks.probe_host", [host], host), robust=True)
     return True
 
@@ -384,6 +389,8 @@ def _engine_task(engine: Engine) -> EngineTask:
         threads=engine.threads,
         gpu_layers=ALL_GPU_LAYERS if on_cuda else 0,
         main_gpu=engine.gpu.index if on_cuda and engine.gpu is not None else 0,
+        chat_template=engine.variant.model.chat_template,
+        pooling=engine.variant.model.pooling,
         max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,
         engine_id=engine.pk,
         **{f"default_{key}": value for key, value in asdict(defaults).items()},

@@ -27,8 +27,10 @@ pages = get_asgi_application()
 
 # Imported after Django is set up: consumers reach models.
 from hydra_site.routing import websocket_urlpatterns  # noqa: E402
+from sessions.api.urls import root_urlpatterns  # noqa: E402
 
-API_PATHS = ("/v1/", "/health", "/healthz", "/readyz")
+API_ROOT = "/v1/"
+API_PATHS = frozenset({"/v1", "/health", "/healthz", "/readyz", *(f"/{path.pattern}" for path in root_urlpatterns)})
 
 
 class ApiHandler(ASGIHandler):
@@ -67,7 +69,7 @@ class ByPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
-        is_api = path.startswith(API_PATHS[0]) or path in API_PATHS or path == "/v1"
+        is_api = path.startswith(API_ROOT) or path in API_PATHS
         await (self.api if is_api else self.pages)(scope, receive, send)
 
 

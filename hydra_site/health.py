@@ -11,15 +11,20 @@ from engines.choices import SERVING
 from engines.services import EngineView, engine_views
 from pools.db import in_db
 from sessions.api.answers import endpoint
+from sessions.api.operations import Operation
 
 
-@endpoint("GET", "HEAD")
+@endpoint("GET", "HEAD", operations={"GET": Operation("Whether the site lives", "site", is_open=True)})
 async def healthz(request: HttpRequest) -> HttpResponseBase:
     """Liveness: the process answers. Asks nobody else."""
     return JsonResponse({"status": "ok"})
 
 
-@endpoint("GET", "HEAD")
+@endpoint(
+    "GET",
+    "HEAD",
+    operations={"GET": Operation("Whether requests can be served", "site", statuses=(503,), is_open=True)},
+)
 async def readyz(request: HttpRequest) -> HttpResponseBase:
     """Readiness: 200 once the database answers and an engine is ready, else 503 with what is missing."""
     engines, missing = await _engines()
@@ -32,7 +37,7 @@ async def readyz(request: HttpRequest) -> HttpResponseBase:
     return JsonResponse({"status": "ready"})
 
 
-@endpoint("GET", "HEAD")
+@endpoint("GET", "HEAD", operations={"GET": Operation("The pool at a glance", "site", is_open=True)})
 async def health(request: HttpRequest) -> HttpResponseBase:
     """The pool at a glance: `ok`, or `degraded` where something that is wanted does not serve. Always 200."""
     engines, missing = await _engines()

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
@@ -34,7 +35,7 @@ class BoundedRequest(WebRequest):
     """A request that keeps no body beyond the limit."""
 
     limit_bytes = 0
-    refusal = b""
+    refusal: Callable[[str], bytes]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,9 +65,10 @@ class BoundedRequest(WebRequest):
     def process(self) -> Any:
         if not self._is_too_large:
             return super().process()
-        headers = [(b"Content-Type", b"application/json"), (b"Content-Length", str(len(self.refusal)).encode())]
+        refusal = type(self).refusal(self.path.decode("latin-1"))
+        headers = [(b"Content-Type", b"application/json"), (b"Content-Length", str(len(refusal)).encode())]
         self.handle_reply({"type": "http.response.start", "status": 413, "headers": headers})
-        self.handle_reply({"type": "http.response.body", "body": self.refusal})
+        self.handle_reply({"type": "http.response.body", "body": refusal})
         return None
 
 
@@ -102,6 +104,7 @@ class SiteServer(daphne.server.Server):
 
     async def _end_applications(self) -> None:
         from engines.client import close_client_session
+        from sessions.stream_desk import stream_desk
         from sessions.turn import wait_for_writes
 
         running = {
@@ -118,6 +121,7 @@ class SiteServer(daphne.server.Server):
             _, still_running = await asyncio.wait(running.values(), timeout=STOP_CANCEL_S)
             for application in still_running:
                 application.cancel()
+        await stream_desk().close()
         await wait_for_writes(STOP_CANCEL_S)
         await close_client_session()
 
@@ -162,7 +166,7 @@ def main() -> int:
     from sessions.api.answers import body_too_large
 
     BoundedRequest.limit_bytes = settings.HYDRA_MAX_BODY_BYTES
-    BoundedRequest.refusal = body_too_large()
+    BoundedRequest.refusal = body_too_large
     server = SiteServer(
         application,
         endpoints=build_endpoint_description_strings(host=settings.HYDRA_BIND, port=settings.HYDRA_PORT),

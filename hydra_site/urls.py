@@ -4,10 +4,12 @@ from django.contrib import admin
 from django.urls import include, path
 
 from hydra_site import health
+from sessions.api.urls import root_urlpatterns
 
 urlpatterns = [
     path("v1/health", health.health),
     path("v1/", include("sessions.api.urls")),
+    *root_urlpatterns,
     path("health", health.health),
     path("healthz", health.healthz),
     path("readyz", health.readyz),

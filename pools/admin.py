@@ -58,8 +58,8 @@ class GpuAdmin(ReadOnlyAdmin):
 
 @admin.register(Model)
 class ModelAdminPage(ModelAdmin):
-    list_display = ["name", "display_name", "is_default", "context_tokens", "created_at"]
-    list_filter = ["is_default"]
+    list_display = ["name", "display_name", "is_default", "pooling", "context_tokens", "created_at"]
+    list_filter = ["is_default", "pooling"]
     search_fields = ["name", "display_name"]
     readonly_fields = ["name", "is_default", "context_tokens", "created_at"]
     actions = ["make_default"]
@@ -77,7 +77,13 @@ class ModelAdminPage(ModelAdmin):
         self.message_user(request, f"{names[0]} is the default model now.", messages.SUCCESS)
 
     def save_model(self, request: HttpRequest, obj: Model, form: Any, change: bool) -> None:
-        services.change_model(obj.pk, display_name=obj.display_name, generation_defaults=obj.generation_defaults)
+        services.change_model(
+            obj.pk,
+            display_name=obj.display_name,
+            generation_defaults=obj.generation_defaults,
+            chat_template=obj.chat_template,
+            pooling=obj.pooling,
+        )
 
 
 @admin.register(Variant)

@@ -11,3 +11,13 @@ class HostState(models.TextChoices):
 class GpuKind(models.TextChoices):
     CPU = "cpu", "CPU"
     CUDA = "cuda", "CUDA"
+
+
+class Pooling(models.TextChoices):
+    """What an engine makes of a model's last layer. The names are llama.cpp's."""
+
+    NONE = "", "nothing: it generates text"
+    MEAN = "mean", "embeddings, the mean of all tokens"
+    CLS = "cls", "embeddings, the first token"
+    LAST = "last", "embeddings, the last token"
+    RANK = "rank", "relevance scores of query and document"

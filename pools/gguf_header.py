@@ -19,6 +19,7 @@ _GUESSED_FILE_TYPE = 1024
 _DELTA_NET_ARCHITECTURES = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 _DEFAULT_ATTENTION_INTERVAL = 4
 _STATE_VALUE_BYTES = 4  # recurrent state is kept in f32
+_POOLING_TYPES = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class GgufHeader:
     full_attention_interval: int
     ssm: SsmGeometry
     caches_values: bool  # False where the value cache is folded into the key cache (latent attention)
+    pooling: str = ""  # mean, cls, last or rank for a model that embeds or scores; "" for one that generates
 
     @property
     def is_hybrid(self) -> bool:
@@ -138,6 +140,7 @@ def describe(header: GgufHeader) -> list[tuple[str, str]]:
         ("Experts", experts),
         ("Vocabulary", f"{header.vocab_size:,} ({header.tokenizer})" if header.tokenizer else ""),
         ("Chat template", "yes" if header.chat_template else "no"),
+        ("Pooling", header.pooling),
         ("KV cache", f"{kv_bytes:,} bytes per token (f16)" if kv_bytes else ""),
         (
             "Recurrent state",
@@ -188,6 +191,7 @@ def _header(path: Path, front: GgufFront) -> GgufHeader:
         full_attention_interval=_attention_interval(facts),
         ssm=_ssm_geometry(facts),
         caches_values=facts.of_model("attention.key_length_mla") == 0,
+        pooling=_POOLING_TYPES.get(facts.of_model("pooling_type"), ""),
     )
 
 

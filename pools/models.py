@@ -5,7 +5,8 @@ from typing import Any
 from django.core.exceptions import ValidationError
 from django.db import models
 
-from pools.choices import GpuKind, HostState
+from pools.chat_template import MAX_TEMPLATE_CHARS, TemplateUnreadable, template_abilities
+from pools.choices import GpuKind, HostState, Pooling
 from pools.generation_defaults import GenerationDefaults
 
 
@@ -64,6 +65,14 @@ def check_generation_defaults(value: Any) -> None:
         raise ValidationError(str(error)) from error
 
 
+def check_chat_template(value: str) -> None:
+    """A validator of Model.chat_template."""
+    try:
+        template_abilities(value)
+    except TemplateUnreadable as error:
+        raise ValidationError(str(error)) from error
+
+
 class Model(models.Model):
     """A name that users ask for. At most one is the default, which serves requests that name none."""
 
@@ -76,6 +85,19 @@ class Model(models.Model):
         blank=True,
         validators=[check_generation_defaults],
         help_text="What requests that do not say get: max_tokens, temperature, top_p, top_k, min_p. Read at an engine's start.",
+    )
+    chat_template = models.TextField(
+        blank=True,
+        max_length=MAX_TEMPLATE_CHARS,
+        validators=[check_chat_template],
+        help_text="A Jinja template instead of the model file's own. Read at an engine's start.",
+    )
+    pooling = models.CharField(
+        max_length=8,
+        blank=True,
+        default=Pooling.NONE,
+        choices=Pooling.choices,
+        help_text="What its engines do: generate text, or embed or score what they are given. Read at an engine's start.",
     )
     created_at = models.DateTimeField(auto_now_add=True)
 

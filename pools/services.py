@@ -9,7 +9,8 @@ from django.db import transaction
 from django.db.models import F
 from django.utils import timezone
 
-from pools.choices import HostState
+from pools.chat_template import TemplateUnreadable, template_abilities
+from pools.choices import HostState, Pooling
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader
@@ -33,7 +34,10 @@ class VariantView:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model as pages and the API list it. Size, quantization, counts and `header` are those of its first variant, if any."""
+    """A model as pages and the API list it. Size, quantization, counts and `header` are those of its first variant, if any.
+
+    `capabilities`: completion (with tools and reasoning where the chat template knows them), embedding, or rerank.
+    """
 
     name: str
     display_name: str
@@ -46,6 +50,7 @@ class ModelView:
     parameter_count: int
     context_train_tokens: int
     header: dict[str, Any]
+    capabilities: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,7 @@ def register_gguf(
                 "display_name": display_name or header.name or name,
                 "context_tokens": context_train_tokens,
                 "generation_defaults": (defaults or GenerationDefaults()).as_dict(),
+                "pooling": header.pooling,
             },
         )
         variant, _ = Variant.objects.update_or_create(model=model, content_digest=content_digest, defaults=values)
@@ -188,12 +194,28 @@ def set_default_model(name: str) -> bool:
     return True
 
 
-def change_model(model_id: int, *, display_name: str, generation_defaults: dict[str, Any]) -> bool:
-    """Change the name that pages show for a model, and its defaults (engines read those at their start); False when the
-    row is gone. Raises ValueError for defaults that cannot be used."""
-    checked = GenerationDefaults.from_dict(generation_defaults).as_dict()
+def change_model(
+    model_id: int,
+    *,
+    display_name: str,
+    generation_defaults: dict[str, Any],
+    chat_template: str,
+    pooling: str,
+) -> bool:
+    """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
+
+    Raises ValueError for defaults that cannot be used, an unknown pooling, or a template that cannot be read.
+    """
+    if chat_template:
+        template_abilities(chat_template)
+    values = {
+        "display_name": display_name,
+        "generation_defaults": GenerationDefaults.from_dict(generation_defaults).as_dict(),
+        "chat_template": chat_template,
+        "pooling": Pooling(pooling),
+    }
     with transaction.atomic():
-        changed = Model.objects.filter(pk=model_id).update(display_name=display_name, generation_defaults=checked)
+        changed = Model.objects.filter(pk=model_id).update(**values)
         if changed:
             publish_on_commit("model", model_id)
     return bool(changed)
@@ -291,10 +313,29 @@ def _model_view(model: Model) -> ModelView:
         parameter_count=first.parameter_count if first else 0,
         context_train_tokens=first.context_train_tokens if first else 0,
         header=first.header if first else {},
+        capabilities=_capabilities(model, first.header if first else {}),
     )
 
 
+def _capabilities(model: Model, header: dict[str, Any]) -> tuple[str, ...]:
+    if model.pooling:
+        return ("rerank",) if model.pooling == Pooling.RANK else ("embedding",)
+    abilities = _abilities(model.chat_template) if model.chat_template else header.get("template_abilities", [])
+    return "completion", *abilities
+
+
+def _abilities(template: str | None) -> list[str]:
+    try:
+        return sorted(template_abilities(template or ""), reverse=True)
+    except TemplateUnreadable:
+        return []
+
+
 def _header_values(header: GgufHeader) -> dict[str, Any]:
-    """The header as JSON; the chat template stays in the file, here stands only whether there is one."""
+    """The header as JSON; the chat template stays in the file, here stands only whether there is one and what it can do."""
     values = {key: value for key, value in asdict(header).items() if key not in _HEADER_FIELDS_LEFT_OUT}
-    return {**values, "has_chat_template": header.chat_template is not None}
+    return {
+        **values,
+        "has_chat_template": header.chat_template is not None,
+        "template_abilities": _abilities(header.chat_template),
+    }

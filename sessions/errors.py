@@ -6,7 +6,11 @@ SessionError (an EngineError, whose shape it has)
 ├── ForeignOrigin            403  a web page of another site tried to use the open loopback API
 ├── EngineRefused            as the engine answered: its status and its body are passed on
 ├── PathUnknown              404  /v1 has no such path
-└── MethodNotAllowed         405  the path exists, the method does not
+├── MethodNotAllowed         405  the path exists, the method does not
+├── StreamUnknown            404  no kept stream of this owner has that name
+├── StreamGap                410  the stream is there, the asked-for events are not any more
+├── StreamStopped            409  a resumable stream was stopped before its engine had answered
+└── TooManyStreams           429  no place for another resumable stream
 """
 
 from __future__ import annotations
@@ -77,10 +81,38 @@ class PathUnknown(SessionError):
     code = "path_unknown"
     http_status = 404
     error_type = "not_found_error"
-    hint = "POST /v1/chat/completions and GET /v1/models are served."
+    hint = "GET /openapi.json lists what is served."
 
 
 class MethodNotAllowed(SessionError):
     code = "method_not_allowed"
     http_status = 405
     error_type = "invalid_request_error"
+
+
+class StreamUnknown(SessionError):
+    code = "stream_unknown"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "Streams are kept where `X-Hydra-Resumable: 1` asked for it, and only for some minutes after their end."
+
+
+class StreamGap(SessionError):
+    code = "stream_gap"
+    http_status = 410
+    error_type = "invalid_request_error"
+
+
+class StreamStopped(SessionError):
+    code = "stream_stopped"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class TooManyStreams(SessionError):
+    code = "too_many_streams"
+    http_status = 429
+    error_type = "rate_limit_error"
+    retryable = True
+    retry_after_s = 5
+    hint = "Stop a stream with DELETE /v1/stream/ID, or send the request without X-Hydra-Resumable."

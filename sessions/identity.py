@@ -1,7 +1,7 @@
 """Which conversation a request belongs to: a pure function of its headers, its body and who sent it.
 
 There is no standard for this, so every known client's way is understood, in one order: explicit headers first, then the
-body's `prompt_cache_key` and `user`, then a hash of how the conversation begins.
+body's hints: `prompt_cache_key` and `user`, then a hash of how the conversation begins.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engines.api_schema import ChatRequest
+from sessions.engine_call import BodyHints
 
 SESSION_HEADERS = (
     "x-hydra-session-id",
@@ -27,7 +27,6 @@ SESSION_HEADERS = (
 # Agents of one client session hold conversations of their own.
 _AGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
 MAX_KEY_CHARS = 256
-TITLE_CHARS = 80
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Identity:
     key_hash: str
 
     @classmethod
-    def of(cls, owner: Owner, headers: Mapping[str, str], request: ChatRequest) -> Identity:
+    def of(cls, owner: Owner, headers: Mapping[str, str], hints: BodyHints) -> Identity:
         """The identity of a request; `headers` has names in lower case."""
-        return cls(owner, _hash(owner.scope, *_session_key(headers, request)))
+        return cls(owner, _hash(owner.scope, *_session_key(headers, hints)))
 
     @classmethod
     def for_user(cls, user_id: int, session_key: str) -> Identity:
@@ -63,30 +62,15 @@ class Identity:
         return cls(owner, _hash(owner.scope, "playground", session_key))
 
 
-def _session_key(headers: Mapping[str, str], request: ChatRequest) -> tuple[str, ...]:
+def _session_key(headers: Mapping[str, str], hints: BodyHints) -> tuple[str, ...]:
     for name in SESSION_HEADERS:
         if value := headers.get(name, "").strip():
             agent = headers.get(_AGENT_HEADERS.get(name, ""), "").strip()
             return "named", value[:MAX_KEY_CHARS], agent[:MAX_KEY_CHARS]
-    if request.prompt_cache_key and request.prompt_cache_key.strip():
-        return "cache key", request.prompt_cache_key.strip()[:MAX_KEY_CHARS]
+    if cache_key := hints.cache_key.strip():
+        return "cache key", cache_key[:MAX_KEY_CHARS]
     # One user holds many conversations, so the opener still tells them apart.
-    user = (request.user or "").strip()
-    return "opener", user[:MAX_KEY_CHARS], *_opener(request)
-
-
-def _opener(request: ChatRequest) -> tuple[str, ...]:
-    """What stays the same over all turns of a conversation: model, system prompt, first user message."""
-    system = next((message.text() for message in request.messages if message.role in ("system", "developer")), "")
-    first = next((message.text() for message in request.messages if message.role == "user"), "")
-    return request.model or "", system, first
-
-
-def title_of(request: ChatRequest) -> str:
-    """A title for lists: how the first user message begins, on one line."""
-    first = next((message.text() for message in request.messages if message.role == "user"), "")
-    line = " ".join(first[: 4 * TITLE_CHARS].replace("\0", "").split())
-    return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+    return "opener", hints.user.strip()[:MAX_KEY_CHARS], *hints.opener
 
 
 def _hash(*parts: str) -> str:

@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
-from engines.api_schema import ChatRequest, parse_chat_request
 from engines.errors import EngineError
-from sessions.relay import ChatStream, Identity, open_chat
+from sessions.dialects import CHAT
+from sessions.engine_call import EngineCall
+from sessions.identity import Identity
+from sessions.relay import EngineAnswer, ask_engine
 
 GATHER_S = 0.03
 WINDOW = 32
@@ -57,11 +59,10 @@ class PlaygroundRun:
 
     async def answer(self) -> None:
         """Streams the answer to the page. Known errors become one `error` message; others, and PageSilent, are raised."""
-        stream: ChatStream | None = None
+        stream: EngineAnswer | None = None
         try:
             body = {**self._body, "stream": True, "stream_options": {"include_usage": True}, "return_progress": True}
-            request = parse_chat_request(json.dumps(body).encode())
-            stream = await self._open(request)
+            stream = await self._open(CHAT.read(json.dumps(body).encode()))
             if stream is None:
                 await self._emit_done("stopped")
             else:
@@ -75,9 +76,9 @@ class PlaygroundRun:
             if stream is not None:
                 await stream.aclose()
 
-    async def _open(self, request: ChatRequest) -> ChatStream | None:
+    async def _open(self, call: EngineCall) -> EngineAnswer | None:
         """The answer as it begins to come, or None when it was stopped before an engine took it."""
-        opening = asyncio.create_task(open_chat(request, self._identity, source="playground"))
+        opening = asyncio.create_task(ask_engine(call, self._identity, source="playground"))
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,13 +92,13 @@ class PlaygroundRun:
         finally:
             await _cancelled(stopped)
 
-    async def _abandon(self, opening: asyncio.Task[ChatStream]) -> None:
+    async def _abandon(self, opening: asyncio.Task[EngineAnswer]) -> None:
         """Cancels the opening; an answer that began to come in the same moment is let go."""
         await _cancelled(opening)
         if not opening.cancelled() and opening.exception() is None:
             await opening.result().aclose()
 
-    async def _follow(self, stream: ChatStream) -> None:
+    async def _follow(self, stream: EngineAnswer) -> None:
         """Reads chunks until the end, an error or a stop; then says how it went."""
         reading: Any = aiter(stream)
         async with aclosing(reading) as chunks:

@@ -1,10 +1,12 @@
-"""One chat request on its way through the site: find an engine, pass its answer on, write down how it went.
+"""One request on its way through the site: find an engine, pass its answer on, write down how it went.
 
-The API and the playground both use `open_chat`. Bytes are passed as they come; only closing frames are read here.
+One way for every API (`sessions.dialects`) and for the playground. Bytes are passed as they come; only frames that tell how
+the answer went are read here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -15,32 +17,34 @@ from typing import Any, Literal
 import aiohttp
 
 from engines import services as engines
-from engines.api_schema import ChatRequest
-from engines.client import EngineClient
-from engines.errors import EngineError, EngineUnreachable, ModelNotFound
+from engines.client import READ_SILENCE_S, EngineClient
+from engines.errors import EngineError, EngineUnreachable
 from engines.services import EngineEndpoint
 from pools.db import in_db
 from sessions.choices import ChatSource, TurnState
-from sessions.dispatch import InFlight, choose
+from sessions.dispatch import InFlight, ReadyEngines, choose
+from sessions.engine_call import EngineCall
 from sessions.errors import EngineRefused
-from sessions.identity import Identity, title_of
+from sessions.identity import Identity
+from sessions.per_loop import PerLoop
 from sessions.services import TurnStart
 from sessions.turn import TurnRecord
 
-__all__ = ["ChatStream", "Identity", "open_chat"]
-
-MAX_MODEL_CHARS = 128
 MAX_FRAME_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 1 << 20
+# Reading the facts of more than this would hold every other stream of the process up for too long.
+READ_INLINE_BYTES = 64 << 10
+EVENT_STREAM = "text/event-stream"
 # Another engine may well answer what this one cannot now.
 _TRY_ANOTHER = frozenset({429, 502, 503})
 
 logger = logging.getLogger(__name__)
 _in_flight = InFlight()
+_ready_engines = PerLoop(ReadyEngines)
 
 
-class ChatStream:
+class EngineAnswer:
     """An engine's answer in the middle of coming. Read it by `raw()`, by iterating, or by `read()`, once; then `aclose()`.
 
     `aclose()` before the end cancels the request at the engine's next step. Whatever happens, the turn's end is written.
@@ -52,10 +56,24 @@ class ChatStream:
         self.engine = engine
         self.request_id = request_id
         self.model_name = engine.model_name
+        self.content_type = response.content_type
         self._response = response
         self._record = record
         self._closed = False
         _in_flight.enter(engine.engine_id)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.content_type == EVENT_STREAM
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the engine said how the answer ended."""
+        return self._record.is_finished
+
+    def lost_frame(self, error: EngineError) -> bytes:
+        """The frame that tells a client, in the answer's own dialect, that the stream breaks here."""
+        return self._record.lost_frame(error)
 
     async def raw(self) -> AsyncIterator[bytes]:
         """The answer's SSE frames as the engine wrote them, always whole; an engine that dies has an error frame for its last."""
@@ -93,7 +111,10 @@ class ChatStream:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._record.end(TurnState.FAILED, EngineUnreachable.code)
             raise EngineUnreachable("The engine went away before it had answered.") from error
-        self._record.saw_answer(body)
+        if len(body) > READ_INLINE_BYTES:
+            await asyncio.to_thread(self._record.saw_answer, body)
+        else:
+            self._record.saw_answer(body)
         self._record.end(TurnState.DONE)
         return body
 
@@ -116,29 +137,29 @@ class ChatStream:
         )
         lost = EngineUnreachable("The engine went away in the middle of the answer.", hint="Send the request again.")
         self._record.end(TurnState.FAILED, lost.code)
-        return b"data: " + json.dumps(lost.body()).encode() + b"\n\n"
+        return self._record.lost_frame(lost)
 
 
-async def open_chat(
-    body: ChatRequest, identity: Identity, source: Literal["api", "playground"] = "api", *, raw: bytes | None = None
-) -> ChatStream:
-    """Send a chat request to an engine and return its answer as it begins to come.
+async def ask_engine(
+    call: EngineCall,
+    identity: Identity,
+    source: Literal["api", "playground"] = "api",
+    *,
+    request_id: uuid.UUID | None = None,
+) -> EngineAnswer:
+    """Send a request to an engine and return its answer as it begins to come.
 
-    `raw` is the body as it arrived, passed on unchanged; without it `body` is written anew. Raises ModelNotFound,
-    NoEngineReady, EngineUnreachable, or EngineRefused with what the engine answered.
+    Raises ModelNotFound, NoEngineReady, EngineUnreachable, or EngineRefused with what the engine answered.
     """
     arrived_s = time.monotonic()
-    request_id = uuid.uuid4()
-    if body.model is not None and not (body.model.isprintable() and len(body.model) <= MAX_MODEL_CHARS):
-        raise ModelNotFound("The model's name holds control characters or is too long.", param="model")
-    endpoints = await in_db(engines.ready_engines, body.model)
-    payload = body.model_dump_json(exclude_unset=True).encode() if raw is None else raw
+    request_id = request_id or uuid.uuid4()
+    endpoints = await _ready_engines().of(call.model)
     engine = choose(endpoints, _in_flight.counts)
     # Written before the engine is asked: an answer in one piece begins to come only when it is done.
-    start = TurnStart(request_id, identity, ChatSource(source), title_of(body), engine.model_name, engine.engine_id)
-    record = TurnRecord(start, arrived_s)
+    start = TurnStart(request_id, identity, ChatSource(source), call.hints.title, engine.model_name, engine.engine_id)
+    record = TurnRecord(start, arrived_s, call.dialect)
     try:
-        response, engine = await _send(engine, endpoints, payload, request_id, stream=body.stream)
+        response, engine = await _send(call, engine, request_id)
     except EngineError as error:
         record.end(TurnState.FAILED, error.code)
         raise
@@ -146,33 +167,57 @@ async def open_chat(
         record.end(TurnState.CANCELLED)
         raise
     record.engine_id = engine.engine_id
-    return ChatStream(response, engine, record, request_id)
+    return EngineAnswer(response, engine, record, request_id)
 
 
 async def _send(
-    engine: EngineEndpoint, endpoints: list[EngineEndpoint], payload: bytes, request_id: uuid.UUID, *, stream: bool
+    call: EngineCall, engine: EngineEndpoint, request_id: uuid.UUID
 ) -> tuple[aiohttp.ClientResponse, EngineEndpoint]:
-    """The response of `engine`, or of the best other endpoint when that one cannot take the request now."""
-    others = [endpoint for endpoint in endpoints if endpoint != engine]
+    """The response of `engine`, or of the best other engine when that one cannot take the request now."""
     for last_try in (False, True):
         try:
             with _in_flight.on(engine.engine_id):
-                response = await EngineClient(engine.base_url).chat(payload, request_id=str(request_id), stream=stream)
+                response = await _post(call, engine, request_id)
             if response.status == 200:
                 return response, engine
             refusal: EngineError = await _refusal(response)
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)
-            await in_db(engines.suspect, engine.engine_id)
+            await in_db(engines.suspect, engine)
             refusal = EngineUnreachable(
                 "The engine does not answer; it is being looked after.", hint="Try again shortly."
             )
-        if last_try or not others or refusal.http_status not in _TRY_ANOTHER:
+        if last_try or refusal.http_status not in _TRY_ANOTHER:
+            raise refusal
+        others = await _others(call.model, engine, refusal)
+        if not others:
             raise refusal
         logger.info("engine %s cannot take the request (%s), trying another", engine.name, refusal.code)
         engine = choose(others, _in_flight.counts)
     raise AssertionError("unreachable: the second try always returns or raises")
+
+
+async def _post(call: EngineCall, engine: EngineEndpoint, request_id: uuid.UUID) -> aiohttp.ClientResponse:
+    dialect = call.dialect
+    return await EngineClient(engine.base_url).call(
+        dialect.method,
+        dialect.path,
+        call.raw,
+        request_id=str(request_id),
+        silence_s=READ_SILENCE_S if call.stream else dialect.answer_timeout_s,
+    )
+
+
+async def _others(model_name: str | None, engine: EngineEndpoint, refusal: EngineError) -> list[EngineEndpoint]:
+    """Who else could answer. Where `engine` is gone or going, what was known of the pool is too old to go by."""
+    if refusal.http_status != 429:
+        _ready_engines().forget()
+    try:
+        return [endpoint for endpoint in await _ready_engines().of(model_name) if endpoint != engine]
+    except EngineError as nobody:
+        logger.info("nobody else serves this: %s", nobody)
+        return []
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineRefused:

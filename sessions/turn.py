@@ -14,18 +14,17 @@ from typing import Any
 
 from django.db import Error as DatabaseError
 
+from engines.errors import EngineError
 from pools.db import in_db
 from sessions import services
+from sessions.answer_form import AnswerFacts
 from sessions.choices import TurnState
+from sessions.dialects import Dialect
 from sessions.services import TurnEnd, TurnStart
 
 WRITE_TIMEOUT_S = 10.0
 # The write would contend with the first token for the interpreter; nobody misses a row that is this young.
 START_DELAY_S = 0.05
-# The opening frame has a role and no text; these are the first ones that carry some.
-_TEXT_MARKS = (b'"delta":{"content":"', b'"delta":{"reasoning_content":"')
-_TIMINGS_MARK = b'"timings"'
-_USAGE_MARK = b'"usage":{'
 
 logger = logging.getLogger(__name__)
 # The loop keeps only weak references to tasks; a write must not be collected in the middle.
@@ -33,64 +32,66 @@ _writes: set[asyncio.Task[Any]] = set()
 
 
 class TurnRecord:
-    """Counts what passes and writes the turn's start and end, each once."""
+    """Counts what passes and writes the turn's start and end, each once, where the dialect's requests are turns."""
 
-    def __init__(self, start: TurnStart, arrived_s: float) -> None:
+    def __init__(self, start: TurnStart, arrived_s: float, dialect: Dialect) -> None:
         self._start = start
         self.engine_id = start.engine_id
         self._arrived_s = arrived_s
+        self._form = dialect.form
+        self._facts = AnswerFacts()
         self._first_token_s: float | None = None
-        self._finish_reason = ""
-        self._timings: dict[str, Any] = {}
+        self._events = 0
         self._ended = False
-        self._begun = _keep(self._write_start())
+        self._begun = _keep(self._write_start()) if dialect.is_turn else None
 
     def saw(self, frames: bytes) -> None:
         """Note what whole SSE frames say; nearly all are only searched, the closing ones are parsed."""
-        if self._first_token_s is None and any(mark in frames for mark in _TEXT_MARKS):
+        if self._first_token_s is None and self._form.text.search(frames):
             self._first_token_s = time.monotonic() - self._arrived_s
-        if _TIMINGS_MARK in frames or _USAGE_MARK in frames:
+        self._events += frames.count(b"data: ")
+        if self._form.telling.search(frames):
             for frame in frames.split(b"\n\n"):
-                if frame.startswith(b"data: {") and (_TIMINGS_MARK in frame or _USAGE_MARK in frame):
-                    self.saw_answer(frame[6:])
+                if self._form.telling.search(frame):
+                    self.saw_answer(frame[frame.find(b"data: ") + 6 :])
 
     def saw_answer(self, body: bytes) -> None:
         """Note what a whole answer, or a closing chunk, says of tokens and times."""
         try:
             values = json.loads(body)
         except ValueError:
-            return  # Text that only looks like one of the marks.
-        if not isinstance(values, dict):
-            return
-        if isinstance(timings := values.get("timings"), dict):
-            self._timings = timings
-        for choice in values.get("choices") or ():
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            return  # Text that only looks like something telling.
+        if isinstance(values, dict):
+            self._form.note(values, self._facts)
 
     @property
     def is_finished(self) -> bool:
         """Whether the engine said how the answer ended."""
-        return bool(self._finish_reason)
+        return bool(self._facts.finish_reason)
+
+    def lost_frame(self, error: EngineError) -> bytes:
+        """The frame that tells the client that the stream broke here."""
+        return self._form.lost_frame(error, self._events)
 
     def end(self, state: TurnState, error_code: str = "") -> asyncio.Task[Any] | None:
         """Have the end written; only the first call counts. Returns the write, which nobody has to wait for."""
         if self._ended:
             return None
         self._ended = True
-        return _keep(self._write_end(self._outcome(state, error_code)))
+        return _keep(self._write_end(self._begun, self._outcome(state, error_code))) if self._begun else None
 
     def _outcome(self, state: TurnState, error_code: str) -> TurnEnd:
-        cached, computed = _whole(self._timings, "cache_n"), _whole(self._timings, "prompt_n")
-        queue_ms, rate = self._timings.get("queue_ms"), self._timings.get("predicted_per_second")
+        facts = self._facts
+        queue_ms, rate = facts.timings.get("queue_ms"), facts.timings.get("predicted_per_second")
         return TurnEnd(
             state=state,
             engine_id=self.engine_id,
             duration_s=time.monotonic() - self._arrived_s,
-            finish_reason=self._finish_reason[:32],
+            finish_reason=facts.finish_reason[:32],
             error_code=error_code[:64],
-            prompt_tokens=cached + computed,
-            cached_tokens=cached,
-            completion_tokens=_whole(self._timings, "predicted_n"),
+            prompt_tokens=facts.prompt_tokens,
+            cached_tokens=facts.cached_tokens,
+            completion_tokens=facts.completion_tokens,
             queue_s=queue_ms / 1000 if isinstance(queue_ms, int | float) else None,
             first_token_s=self._first_token_s,
             tokens_per_s=float(rate) if isinstance(rate, int | float) else None,
@@ -100,15 +101,10 @@ class TurnRecord:
         await asyncio.sleep(START_DELAY_S)
         return await _written(services.begin_turn, self._start)
 
-    async def _write_end(self, outcome: TurnEnd) -> None:
-        turn_id = await self._begun
+    async def _write_end(self, begun: asyncio.Task[Any], outcome: TurnEnd) -> None:
+        turn_id = await begun
         if turn_id is not None:
             await _written(services.end_turn, turn_id, outcome)
-
-
-def _whole(timings: dict[str, Any], name: str) -> int:
-    value = timings.get(name)
-    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def _keep(work: Any) -> asyncio.Task[Any]:

@@ -1,11 +1,11 @@
-"""How the API answers: one decorator for its views, and one place where failures become OpenAI's error object."""
+"""How the API answers: one decorator for its views, and one place where failures become what a path's clients know."""
 
 from __future__ import annotations
 
 import json
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -18,14 +18,22 @@ from django.http.request import UnreadablePostError
 from django.views.decorators.csrf import csrf_exempt
 
 from engines.errors import BodyTooLarge, EngineError, InvalidRequest, Unavailable
+from sessions.api.operations import Operation
+from sessions.dialects import MESSAGES
 from sessions.errors import EngineRefused, MethodNotAllowed, SessionError
 
 View = Callable[..., Awaitable[HttpResponseBase]]
+ErrorBody = Callable[[EngineError], dict[str, object]]
 logger = logging.getLogger(__name__)
 
 
-def endpoint(*methods: str) -> Callable[[View], View]:
-    """Make an async view an endpoint of the API: these methods only, no login page, no CSRF token, errors as JSON."""
+def endpoint(
+    *methods: str, operations: Mapping[str, Operation] | None = None, error_body: ErrorBody = EngineError.body
+) -> Callable[[View], View]:
+    """Make an async view an endpoint of the API: these methods only, no login page, no CSRF token, errors as JSON.
+
+    `operations` (by method) is what the OpenAPI document says of it; without, it is not in there.
+    """
 
     def decorate(view: View) -> View:
         @csrf_exempt
@@ -37,18 +45,19 @@ def endpoint(*methods: str) -> Callable[[View], View]:
                     raise MethodNotAllowed(f"{request.method} is not served here; use {' or '.join(methods)}.")
                 return _with_length(await view(request, *args, **kwargs))
             except Exception as error:  # noqa: BLE001 the last resort: it is logged with its traceback and answered
-                response = error_response(error, request)
+                response = error_response(error, request, error_body)
                 if isinstance(error, MethodNotAllowed):
                     response["Allow"] = ", ".join(methods)
                 return _with_length(response)
 
+        answer.operations = operations or {}  # type: ignore[attr-defined]
         return answer
 
     return decorate
 
 
-def error_response(error: Exception, request: HttpRequest) -> HttpResponse:
-    """Any failure in OpenAI's shape. What nobody expected becomes a 500 whose id leads to its traceback in the log."""
+def error_response(error: Exception, request: HttpRequest, error_body: ErrorBody = EngineError.body) -> HttpResponse:
+    """Any failure as `error_body` shapes it. What nobody expected becomes a 500 whose id leads to its traceback in the log."""
     known = _known(error)
     if known is None:
         request_id = uuid.uuid4().hex
@@ -60,7 +69,7 @@ def error_response(error: Exception, request: HttpRequest) -> HttpResponse:
     if isinstance(known, EngineRefused) and known.body_bytes:
         response = HttpResponse(known.body_bytes, status=known.http_status, content_type="application/json")
     else:
-        response = JsonResponse(known.body(), status=known.http_status)
+        response = JsonResponse(error_body(known), status=known.http_status)
     if known.retry_after_s:
         response["Retry-After"] = str(known.retry_after_s)
     if known.http_status == 401:
@@ -68,10 +77,11 @@ def error_response(error: Exception, request: HttpRequest) -> HttpResponse:
     return response
 
 
-def body_too_large() -> bytes:
+def body_too_large(path: str) -> bytes:
     """The answer to a body over the limit, for the server that stops reading before Django sees the request."""
-    limit = settings.HYDRA_MAX_BODY_BYTES
-    return json.dumps(BodyTooLarge(f"The request body is larger than {limit} bytes.").body()).encode()
+    error = BodyTooLarge(f"The request body is larger than {settings.HYDRA_MAX_BODY_BYTES} bytes.")
+    is_messages = path.startswith(MESSAGES.path)
+    return json.dumps(error.messages_body() if is_messages else error.body()).encode()
 
 
 def _with_length(response: HttpResponseBase) -> HttpResponseBase:

@@ -130,10 +130,19 @@ def test_engines_of_a_lost_host_get_no_requests(engine: Engine) -> None:
 
 def test_an_engine_that_a_request_did_not_reach_gets_no_more(engine: Engine) -> None:
     set_ready(engine, 8080)
-    assert services.suspect(engine.pk)
-    assert not services.suspect(engine.pk)
+    (endpoint,) = services.ready_engines("tiny")
+    assert services.suspect(endpoint)
+    assert not services.suspect(endpoint)
     with pytest.raises(NoEngineReady):
         services.ready_engines("tiny")
+
+
+def test_an_engine_that_moved_to_another_port_meanwhile_is_not_suspected(engine: Engine) -> None:
+    set_ready(engine, 8080)
+    (endpoint,) = services.ready_engines("tiny")
+    set_ready(engine, 8081)
+    assert not services.suspect(endpoint)
+    assert services.ready_engines("tiny")[0].base_url == "http://127.0.0.1:8081"
 
 
 def test_dispatch_sees_ready_engines_of_the_named_or_the_default_model(engine: Engine) -> None:
@@ -180,3 +189,13 @@ def test_a_command_without_a_broker_is_written_all_the_same(
         lonely.close()
     assert row(engine).wanted == "running"
     assert "was not sent" in caplog.text
+
+
+def test_an_engine_is_told_its_models_template_and_pooling(engine: Engine) -> None:
+    model = engine.variant.model
+    assert pools.change_model(
+        model.pk, display_name="", generation_defaults={}, chat_template="{{ messages }}", pooling="cls"
+    )
+    task = services.engine_task(engine.pk)
+    assert task is not None
+    assert (task.config.chat_template, task.config.pooling) == ("{{ messages }}", "cls")

@@ -155,6 +155,15 @@ def test_latent_attention_keeps_no_values(header_of: Callable[[bytes], GgufHeade
     assert header.kv_bytes_per_token() == 4 * 8 * 64 * 2
 
 
+@pytest.mark.parametrize(("stated", "pooling"), [(0, ""), (1, "mean"), (2, "cls"), (3, "last"), (4, "rank"), (9, "")])
+def test_it_tells_what_an_embedding_model_makes_of_its_tokens(
+    header_of: Callable[[bytes], GgufHeader], stated: int, pooling: str
+) -> None:
+    header = header_of(gguf_file([*LLAMA, ("llama.pooling_type", number(stated))]))
+    assert header.pooling == pooling
+    assert ("Pooling", pooling) in describe(header) or not pooling
+
+
 def test_without_a_stated_file_type_the_commonest_tensor_type_counts(header_of: Callable[[bytes], GgufHeader]) -> None:
     tensors = [tensor("a", [64, 4], type_id=8), tensor("b", [32], type_id=0, offset=288)]
     header = header_of(gguf_file(LLAMA, tensors, data_bytes=288 + 128))

@@ -11,6 +11,7 @@ import pytest
 from django.utils import timezone
 
 from pools import catalogue, services
+from pools.gguf_header import GgufHeader
 from pools.models import Host, Model, Variant
 from pools.probe import read_gpus, read_host
 from tests.rows import CPU, HOST, add_model
@@ -109,3 +110,39 @@ def test_the_catalogue_header_is_json_without_the_template(
     stored = Variant.objects.get().header
     assert "chat_template" not in stored
     assert stored["has_chat_template"] is (header.chat_template is not None)
+
+
+def capabilities(header: GgufHeader) -> tuple[str, ...]:
+    Model.objects.all().delete()
+    services.register_gguf("tiny", header.path, header=header, content_digest="0" * 64)
+    return services.model_views("tiny")[0].capabilities
+
+
+def test_what_a_model_is_good_for_follows_from_its_file(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    header = catalogue.inspect(tiny_model("llama").path, tmp_path).header
+    assert capabilities(header) == ("completion",)
+    thinking = dataclasses.replace(header, chat_template="{{ tools }}<think>")
+    assert capabilities(thinking) == ("completion", "tools", "reasoning")
+    assert capabilities(dataclasses.replace(header, chat_template="{% broken")) == ("completion",)
+    assert capabilities(dataclasses.replace(header, pooling="mean")) == ("embedding",)
+    assert capabilities(dataclasses.replace(header, pooling="rank")) == ("rerank",)
+
+
+def test_a_template_and_a_pooling_of_the_owners_win_over_the_files(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    add_model(tiny_model("llama").path, tmp_path)
+    model = Model.objects.get()
+    changes = {"display_name": "Tiny", "generation_defaults": {}, "chat_template": "", "pooling": ""}
+    assert services.change_model(model.pk, **{**changes, "chat_template": "{{ tools }}"})
+    assert services.model_views()[0].capabilities == ("completion", "tools")
+    assert services.change_model(model.pk, **{**changes, "pooling": "last"})
+    assert services.model_views()[0].capabilities == ("embedding",)
+    for wrong in ({"chat_template": "{% if"}, {"pooling": "max"}, {"generation_defaults": {"top_p": 2}}):
+        with pytest.raises(ValueError, match=r"Line 1|max|top_p"):
+            services.change_model(model.pk, **{**changes, **wrong})
+    # What an owner chose stays when the file is registered again.
+    add_model(tiny_model("llama").path, tmp_path)
+    assert Model.objects.get().pooling == "last"

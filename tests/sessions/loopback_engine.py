@@ -1,4 +1,4 @@
-"""An HTTP server that speaks an engine's chat wire over loopback and misbehaves as a test asks."""
+"""An HTTP server that speaks an engine's wire over loopback and misbehaves as a test asks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ENDING = frame(finish_reason="stop", timings=TIMINGS) + b"data: [DONE]\n\n"
 
 @asynccontextmanager
 async def loopback_engine(handler: Handler) -> AsyncIterator[int]:
-    """Serves `handler` at /v1/chat/completions; yields the port."""
+    """Serves `handler` at every path; yields the port."""
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", handler)
+    app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     try:

@@ -13,6 +13,7 @@ from django.test import Client
 from django.urls import reverse
 
 from engines.models import Engine
+from pools.models import Model
 from sessions import services
 from sessions.models import ApiKey
 from tests.rows import add_engine, add_model
@@ -95,3 +96,18 @@ def test_an_engine_can_be_edited_except_for_what_its_head_writes(browser: Client
     assert browser.post(change, fields).status_code == 302
     changed = Engine.objects.get()
     assert (changed.slots, changed.context_tokens, changed.state, changed.epoch) == (3, 128, "stopped", 0)
+
+
+def test_a_models_template_and_pooling_can_be_edited_and_a_broken_template_is_refused(
+    browser: Client, engine: Engine
+) -> None:
+    model = Model.objects.get()
+    change = reverse("admin:pools_model_change", args=[model.pk])
+    assert browser.get(change).status_code == 200
+    fields = {"display_name": "Tiny", "generation_defaults": "{}", "chat_template": "{% for", "pooling": "mean"}
+    answer = browser.post(change, fields)
+    assert answer.status_code == 200
+    assert "Line 1" in answer.content.decode()
+    assert browser.post(change, {**fields, "chat_template": "{{ tools }}"}).status_code == 302
+    model.refresh_from_db()
+    assert (model.chat_template, model.pooling) == ("{{ tools }}", "mean")

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+from engines.errors import ModelNotFound, NoEngineReady
+from engines.models import Engine
 from engines.services import EngineEndpoint
-from sessions.dispatch import InFlight, choose
+from pools.db import in_db
+from sessions import dispatch
+from sessions.dispatch import InFlight, ReadyEngines, choose
+from tests.rows import add_engine, add_model, set_ready
+from tests.synthetic_gguf import SyntheticModel
 
 
 def endpoint(engine_id: int, slots: int = 4) -> EngineEndpoint:
@@ -26,3 +35,32 @@ def test_requests_count_while_they_run_and_not_after_an_error() -> None:
     with pytest.raises(RuntimeError), in_flight.on(2):
         raise RuntimeError
     assert in_flight.counts == {}
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_when_forgotten(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "READY_CACHE_S", 600.0)
+
+    def write() -> Engine:
+        return add_engine(add_model(tiny_model("llama").path, tmp_path))
+
+    engine = await in_db(write)
+    ready = ReadyEngines()
+    # What does not serve is not remembered: the first request after a start finds the engine.
+    with pytest.raises(NoEngineReady):
+        await ready.of("tiny")
+    await in_db(set_ready, engine, 8080)
+    (endpoint,) = await ready.of("tiny")
+    with pytest.raises(ModelNotFound):
+        await ready.of("unknown")
+
+    await in_db(set_ready, engine, 8081)
+    assert await ready.of("tiny") == [endpoint]
+    ready.forget()
+    assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8081"]
+
+    monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
+    await in_db(set_ready, engine, 8082)
+    assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8082"]

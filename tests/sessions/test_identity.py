@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 
 from engines.api_schema import ChatRequest
-from sessions.identity import SESSION_HEADERS, TITLE_CHARS, Identity, Owner, title_of
+from sessions.engine_call import TITLE_CHARS, BodyHints, chat_hints
+from sessions.identity import SESSION_HEADERS, Identity, Owner
 
 ANN, BOB = Owner(api_key_id=1), Owner(api_key_id=2)
 
 
-def chat(*contents: str, **fields: Any) -> ChatRequest:
+def chat(*contents: str, **fields: Any) -> BodyHints:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-    return ChatRequest.model_validate({"messages": messages, **fields})
+    return chat_hints(ChatRequest.model_validate({"messages": messages, **fields}))
 
 
 def test_every_turn_of_a_conversation_without_a_key_has_the_same_identity() -> None:
@@ -26,9 +27,8 @@ def test_every_turn_of_a_conversation_without_a_key_has_the_same_identity() -> N
 
 def test_another_system_prompt_or_model_is_another_conversation() -> None:
     plain = chat("Hello")
-    with_system = ChatRequest.model_validate(
-        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]}
-    )
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    with_system = chat_hints(ChatRequest.model_validate({"messages": messages}))
     assert (
         len({Identity.of(ANN, {}, body).key_hash for body in (plain, with_system, chat("Hello", model="other"))}) == 3
     )
@@ -70,7 +70,7 @@ def test_nobody_can_name_the_conversation_of_another() -> None:
 
 
 def test_a_title_is_one_short_line_of_the_first_user_message() -> None:
-    assert title_of(chat("  Name\n a   colour.\0 ")) == "Name a colour."
-    long = title_of(chat("word " * 1000))
+    assert chat("  Name\n a   colour.\0 ").title == "Name a colour."
+    long = chat("word " * 1000).title
     assert len(long) <= TITLE_CHARS
     assert long.endswith("…")

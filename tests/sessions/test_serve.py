@@ -2,81 +2,28 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from django.db import connection
 
 from hydra_site.supervisor.home import Services
 from sessions import services
 from sessions.models import Turn
-from tests.engine_process import EngineProcess, free_port
+from tests.engine_process import EngineProcess
 from tests.rows import add_engine, add_model, set_ready
+from tests.sessions.site_process import LIMIT_BYTES, PATIENCE_S, Site
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-LIMIT_BYTES = 100_000
-PATIENCE_S = 30.0
 LONG = {
     "messages": [{"role": "user", "content": "Tell a story."}],
     "stream": True,
     "ignore_eos": True,
     "max_tokens": 1500,
 }
-
-
-class Site:
-    """`python -m hydra_site.serve` on the test database."""
-
-    def __init__(self, home: Path, running: Services, **environ: str) -> None:
-        self.port = free_port()
-        self.log = home / "site.log"
-        url, _, _ = running.database_url.rpartition("/")
-        self.environ = {
-            **os.environ,
-            "HYDRA_HOME": str(home),
-            "HYDRA_PORT": str(self.port),
-            "HYDRA_MAX_BODY_BYTES": str(LIMIT_BYTES),
-            "DATABASE_URL": f"{url}/{connection.settings_dict['NAME']}",
-            "BROKER_URL": str(running.broker_url),
-            **environ,
-        }
-
-    def start(self) -> None:
-        with self.log.open("wb") as log:
-            argv = [sys.executable, "-m", "hydra_site.serve"]
-            self.process = subprocess.Popen(argv, cwd=ROOT, env=self.environ, stdout=log, stderr=log)
-
-    def wait_up(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5):
-                    return
-            except (urllib.error.URLError, ConnectionError):
-                assert self.process.poll() is None, self.log.read_text()
-                assert time.monotonic() < deadline, self.log.read_text()
-                time.sleep(0.05)
-
-    def post(self, body: Any, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
-        self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
-        self.connection.request("POST", "/v1/chat/completions", body, headers or {})
-        return self.connection.getresponse()
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -121,12 +68,13 @@ def test_a_body_at_the_limit_is_read(site: Site) -> None:
         site.connection.close()
 
 
+@pytest.mark.parametrize("resumable", ["0", "1"])
 def test_it_stops_in_the_middle_of_a_stream_and_frees_the_engine(
-    site: Site, smollm2_engine: EngineProcess, tmp_path: Path
+    site: Site, smollm2_engine: EngineProcess, tmp_path: Path, resumable: str
 ) -> None:
     variant = add_model(Path(smollm2_engine.config.model_path), tmp_path, "smollm2-135m")
     set_ready(add_engine(variant), smollm2_engine.config.port)
-    answer = site.post(json.dumps(LONG))
+    answer = site.post(json.dumps(LONG), {"X-Hydra-Resumable": resumable})
     assert answer.status == 200
     assert b"data: " in answer.readline()
     assert site.stop() == 0, site.log.read_text()

@@ -17,19 +17,11 @@ from sessions import services
 from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess
 from tests.rows import add_engine, add_model, set_ready
+from tests.sessions.local_client import LocalClient
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 HELLO = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 4}
-
-
-class LocalClient(AsyncClient):
-    """Django's client as a program of the machine itself: its own Host is a name that nobody has."""
-
-    def _base_scope(self, **request: Any) -> dict[str, Any]:
-        scope = super()._base_scope(**request)
-        headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-        return {**scope, "headers": [(b"host", b"localhost"), *headers]}
 
 
 @pytest.fixture
@@ -83,7 +75,7 @@ async def test_a_stream_ends_with_done_and_is_not_to_be_buffered(api: AsyncClien
         (b"[]", 400, "invalid_request"),
         ({"messages": []}, 400, "invalid_request"),
         ({**HELLO, "max_tokens": 0}, 400, "invalid_request"),
-        ({**HELLO, "tools": [{"type": "function"}]}, 400, "unsupported_parameter"),
+        ({**HELLO, "functions": [{"name": "f"}]}, 400, "unsupported_parameter"),
         ({**HELLO, "model": "unknown"}, 404, "model_not_found"),
         ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "context_length_exceeded"),
     ],

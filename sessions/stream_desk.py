@@ -1,0 +1,143 @@
+"""Where kept streams are begun, found, stopped and forgotten. One desk for each site process; see `sessions.kept_stream`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+
+from engines.errors import EngineError
+from sessions.engine_call import EngineCall
+from sessions.errors import StreamStopped, StreamUnknown, TooManyStreams
+from sessions.identity import Identity
+from sessions.kept_stream import KeptStream
+from sessions.per_loop import PerLoop
+from sessions.relay import ask_engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamBounds:
+    """`keep_s`: how long an ended stream can still be read; `unread_s`: how long one goes on for nobody."""
+
+    total_bytes: int = 128 << 20
+    streams_per_owner: int = 32
+    streams: int = 512
+    keep_s: float = 600.0
+    unread_s: float = 600.0
+
+
+class StreamDesk:
+    """The kept streams of this process, each under its request's id and the conversation's, within its owner's scope."""
+
+    def __init__(self, bounds: StreamBounds = StreamBounds()) -> None:
+        self._bounds = bounds
+        self._streams: dict[uuid.UUID, KeptStream] = {}
+        self._tasks: dict[uuid.UUID, asyncio.Task[None]] = {}
+
+    async def begin(self, call: EngineCall, identity: Identity, conversation_id: str) -> KeptStream:
+        """Have a request answered into a kept stream, and return that once the engine has taken it.
+
+        Another stream of the same conversation is stopped first: a new turn is the old one's end. Raises TooManyStreams, or what
+        `ask_engine` raises. Giving up waiting does not end the request: only `stop` does, or nobody reading it for long.
+        """
+        scope = identity.owner.scope
+        if conversation_id and (former := self._named(scope, conversation_id)) is not None:
+            await self.stop(former)
+        self._admit(scope)
+        stream = KeptStream(uuid.uuid4(), scope, conversation_id, call.dialect.path)
+        self._streams[stream.request_id] = stream
+        task = asyncio.create_task(self._fill(stream, call, identity), name=f"stream-{stream.request_id}")
+        self._tasks[stream.request_id] = task
+        task.add_done_callback(lambda ended: self._settle(stream, ended))
+        await asyncio.shield(stream.opened)
+        return stream
+
+    def find(self, scope: str, name: str) -> KeptStream:
+        """The owner's stream with this request id, else the last one of this conversation. Raises StreamUnknown."""
+        try:
+            stream = self._streams.get(uuid.UUID(name))
+        except ValueError:
+            stream = None
+        if stream is None or stream.scope != scope:
+            stream = self._named(scope, name)
+        if stream is None:
+            raise StreamUnknown(f"There is no stream {name[:128]!r}.")
+        return stream
+
+    def of_owner(self, scope: str) -> list[KeptStream]:
+        """The owner's streams, the newest first."""
+        return [stream for stream in reversed(self._streams.values()) if stream.scope == scope]
+
+    async def stop(self, stream: KeptStream) -> None:
+        """End the request at its engine; what came so far is kept as long as any ended stream. Safe to call again."""
+        stream.end("stopped")
+        task = self._tasks.get(stream.request_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        """Stop all streams; for a site that is about to end."""
+        for stream in list(self._streams.values()):
+            await self.stop(stream)
+
+    async def _fill(self, stream: KeptStream, call: EngineCall, identity: Identity) -> None:
+        """Read the answer into the stream to its end, to `stop`, or until nobody has read it for long."""
+        try:
+            answer = await ask_engine(call, identity, request_id=stream.request_id)
+            try:
+                stream.begin(answer)
+                async for frames in answer.raw():
+                    stream.add(frames)
+                    self._make_room()
+                    if not stream.readers and time.monotonic() - stream.unread_since_s > self._bounds.unread_s:
+                        logger.info("stream %s is stopped: nobody reads it", stream.request_id)
+                        stream.end("stopped")
+                        return
+                stream.end("done" if answer.is_finished else "failed")
+            finally:
+                await answer.aclose()
+        except EngineError as error:
+            self._streams.pop(stream.request_id, None)
+            stream.fail(error)
+
+    def _settle(self, stream: KeptStream, task: asyncio.Task[None]) -> None:
+        """However filling ended, nobody waits for more, and the stream is forgotten in time."""
+        del self._tasks[stream.request_id]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("stream %s broke", stream.request_id, exc_info=error)
+        stream.fail(error or StreamStopped("The stream was stopped before the engine had answered."))
+        asyncio.get_running_loop().call_later(self._bounds.keep_s, self._streams.pop, stream.request_id, None)
+
+    def _named(self, scope: str, conversation_id: str) -> KeptStream | None:
+        return next((stream for stream in self.of_owner(scope) if stream.conversation_id == conversation_id), None)
+
+    def _admit(self, scope: str) -> None:
+        """Make place for one more stream, by forgetting the oldest ended one. Raises TooManyStreams."""
+        for bound, streams in (
+            (self._bounds.streams_per_owner, self.of_owner(scope)),
+            (self._bounds.streams, list(reversed(self._streams.values()))),
+        ):
+            if len(streams) < bound:
+                continue
+            ended = [stream for stream in streams if stream.is_over]
+            if not ended:
+                raise TooManyStreams(f"{len(streams)} resumable streams are running; that is the bound.")
+            self._streams.pop(ended[-1].request_id, None)
+
+    def _make_room(self) -> None:
+        """Keep all streams together within their bound: ended ones go first, the oldest first, then the longest loses events."""
+        while sum(stream.size_bytes for stream in self._streams.values()) > self._bounds.total_bytes:
+            ended = next((stream for stream in self._streams.values() if stream.is_over), None)
+            if ended is not None:
+                del self._streams[ended.request_id]
+            else:
+                max(self._streams.values(), key=lambda stream: stream.size_bytes).drop_oldest()
+
+
+stream_desk = PerLoop(StreamDesk)
