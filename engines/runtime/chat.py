@@ -1,148 +1,170 @@
-"""Chat messages to prompt text, by the model's own Jinja template in a sandbox.
+"""Chat messages to prompt text, by the model's own Jinja template.
 
-The template comes out of a GGUF, that is, from a stranger: it runs without access to attributes of Python's internals.
+The template runs in processes of its own (`template_process.py`); here stands what it is given and what its text tells.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import jinja2
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engines.api_schema import ChatRequest, Message
-from engines.errors import InvalidRequest
-from engines.runtime.cells import common_prefix
 from engines.runtime.llama import Vocabulary
+from engines.runtime.template_process import MAX_TEXT_CHARS, Rendering, TemplateProcess
+from engines.runtime.tool_text import with_tools_as_text
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-
-log = logging.getLogger("hydra.engine.chat")
-
 # A checkpoint nearer to the beginning saves too little to hold a sequence.
 MIN_CUT_TOKENS = 16
+THINK, END_THINK = "<think>", "</think>"
+ToolFormat = Literal["qwen_xml", "hermes_json"]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt's token ids, and the positions in it where a later request is likely to branch off, ascending."""
+    """A prompt's token ids, and the positions in it where a later request is likely to branch off, ascending.
+
+    `opens_thought`: the prompt ends inside a block of reasoning, so that the answer begins in it. `tool_format` is the one in
+    which the prompt asks for calls, None if it shows no tools. `end_of_thought` are the tokens that end reasoning.
+    """
 
     tokens: list[int]
     cuts: list[int]
+    opens_thought: bool = False
+    tool_format: ToolFormat | None = None
+    end_of_thought: tuple[int, ...] = ()
 
 
-class TemplateRefused(jinja2.TemplateError):
-    """The template itself called raise_exception: this conversation does not fit its rules."""
-
-
-# The template is data: whatever it raises is its fault or the messages', never the engine's.
-_TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateRefused(message)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """Jinja's own tojson escapes HTML, which would change what the model reads."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)  # noqa: DTZ005 -- templates mean the host's local date
+def tool_format(source: str) -> ToolFormat | None:
+    """The format in which a template shows calls, if it is one that can be read."""
+    if "<tool_call>" not in source or "tools" not in source:
+        return None
+    if "<function=" in source and "<parameter=" in source:
+        return "qwen_xml"
+    return "hermes_json" if "arguments" in source and "<arg_key>" not in source else None
 
 
 class ChatTemplate:
-    """A compiled template. `render` may be called from any thread."""
+    """A compiled template. `render` and `prompt` may be called from any thread; `close` ends its processes.
 
-    def __init__(self, source: str | None, vocabulary: Vocabulary) -> None:
-        """Raises jinja2.TemplateSyntaxError for a template that cannot be compiled. None means ChatML."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    A template that shows calls in no format that can be read gets tools as text (`tool_text.py`).
+    """
+
+    def __init__(self, source: str | None, vocabulary: Vocabulary, *, context_tokens: int | None = None) -> None:
+        """None means ChatML. Raises TemplateBroken for a template that cannot be compiled.
+
+        `context_tokens` bounds what it may write: no context holds more characters than its tokens' longest texts together.
+        """
+        longest = max(1, int(vocabulary.written_bytes.max()))
+        source = source or CHATML
+        self.tool_format = tool_format(source)
+        self._process = TemplateProcess(
+            source, max_chars=MAX_TEXT_CHARS if context_tokens is None else context_tokens * longest
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-        self._template = environment.from_string(source or CHATML)
         self._vocabulary = vocabulary
         self._bos = vocabulary.text_of(vocabulary.bos)
         self._eos = vocabulary.text_of(vocabulary.eos)
+        self._end_of_thought = tuple(vocabulary.tokenize(f"\n{END_THINK}\n\n", add_special=False, parse_special=True))
+
+    def close(self) -> None:
+        self._process.close()
 
     def render(self, request: ChatRequest) -> str:
         """The prompt up to where the answer begins. Raises InvalidRequest when the template refuses the messages."""
-        try:
-            return self._render(request, request.messages, add_generation_prompt=True)
-        except TemplateRefused as error:
-            raise InvalidRequest(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
-        except _TEMPLATE_FAULTS as error:
-            raise InvalidRequest(
-                f"The model's chat template failed: {type(error).__name__}: {error}", param="messages"
-            ) from error
-
-    def _render(self, request: ChatRequest, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        return self._template.render(
-            {
-                **(request.chat_template_kwargs or {}),
-                "messages": [_as_template_sees(message) for message in messages],
-                "add_generation_prompt": add_generation_prompt,
-                "bos_token": self._bos,
-                "eos_token": self._eos,
-            }
-        )
-
-    def cut_texts(self, request: ChatRequest) -> list[str]:
-        """Beginnings of the prompt that a later request is likely to share: the system prompt, and all without the answer's
-        opening, since templates drop old reasoning behind it. A template that refuses such a beginning yields none."""
-        texts = []
-        for messages in (_leading_system(request.messages), request.messages):
-            if messages:
-                try:
-                    texts.append(self._render(request, messages, add_generation_prompt=False))
-                except _TEMPLATE_FAULTS as error:
-                    log.debug("no cut: the template refuses %d messages (%s)", len(messages), error)
-        return texts
+        return self._rendered(request, with_cuts=False).text
 
     def prompt(self, request: ChatRequest, *, with_cuts: bool) -> Prompt:
         """The rendered prompt as token ids, with the BOS token exactly once if the vocabulary wants one."""
         vocabulary = self._vocabulary
-        text = self.render(request)
+        rendering = self._rendered(request, with_cuts=with_cuts)
+        text = rendering.text
         written = vocabulary.adds_bos and bool(self._bos) and text.startswith(self._bos)
         tokens = vocabulary.tokenize(text, add_special=not written, parse_special=True)
         cuts: set[int] = set()
-        if with_cuts:
+        if rendering.shared_bytes:
             ends = np.cumsum(vocabulary.written_bytes[tokens])
             begin = int(ends[0]) if tokens[0] == vocabulary.bos and not written and vocabulary.adds_bos else 0
-            for beginning in self.cut_texts(request):
+            for shared in rendering.shared_bytes:
                 # A position between tokens is enough: a cut that is a token early only saves a token less.
-                shared = len(text[: common_prefix(beginning, text)].encode())
                 cuts.add(int(np.searchsorted(ends, begin + shared, side="right")))
-        return Prompt(tokens, sorted(cut for cut in cuts if MIN_CUT_TOKENS <= cut < len(tokens)))
+        return Prompt(
+            tokens,
+            sorted(cut for cut in cuts if MIN_CUT_TOKENS <= cut < len(tokens)),
+            opens_thought=_opens_thought(text),
+            tool_format=(self.tool_format or "hermes_json") if request.functions_by_name else None,
+            end_of_thought=self._end_of_thought,
+        )
+
+    def _rendered(self, request: ChatRequest, *, with_cuts: bool) -> Rendering:
+        """`with_cuts` also compares with beginnings that a later request is likely to share: the system prompt, and all without
+        the answer's opening, since templates drop old reasoning behind it."""
+        variables = self._variables(request)
+        messages = variables["messages"]
+        beginnings = [count for count in (_leading_system(messages), len(messages)) if count] if with_cuts else []
+        rendering = self._process.render(variables, beginnings)
+        if request.thinking is False and _opens_thought(rendering.text):
+            # The template knows no way to begin without reasoning: the block that it opened is closed empty.
+            closed = f"{rendering.text.rstrip()}\n\n{END_THINK}\n\n"
+            return Rendering(closed, rendering.shared_bytes)
+        return rendering
+
+    def _variables(self, request: ChatRequest) -> dict[str, Any]:
+        """What the template sees: the request's own variables, then those that always are there."""
+        tools = [] if request.tool_choice == "none" else request.tools or []
+        shown_tools = [tool.model_dump(exclude_unset=True) for tool in tools]
+        messages = [_as_template_sees(message) for message in request.messages]
+        if self.tool_format is None:
+            messages, shown_tools = with_tools_as_text(messages, shown_tools), []
+        variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+        if request.thinking is not None:
+            variables["enable_thinking"] = request.thinking
+        if request.reasoning_effort is not None:
+            variables["reasoning_effort"] = request.reasoning_effort
+        return {
+            **variables,
+            "messages": messages,
+            "tools": shown_tools or None,
+            "documents": None,
+            "add_generation_prompt": True,
+            "bos_token": self._bos,
+            "eos_token": self._eos,
+        }
+
+
+def _opens_thought(text: str) -> bool:
+    return text.rstrip().endswith(THINK)
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:
     seen: dict[str, Any] = {"role": message.role, "content": message.text()}
     if message.role == "developer":
         seen["role"] = "system"
-    for key in ("name", "tool_calls", "tool_call_id"):
+    for key in ("name", "tool_call_id"):
         if getattr(message, key) is not None:
             seen[key] = getattr(message, key)
+    if message.tool_calls:
+        seen["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": call.type,
+                "function": {"name": call.function.name, "arguments": call.function.argument_values()},
+            }
+            for call in message.tool_calls
+        ]
     if message.thoughts is not None:
         seen["reasoning_content"] = message.thoughts
     return seen
 
 
-def _leading_system(messages: list[Message]) -> list[Message]:
+def _leading_system(messages: list[dict[str, Any]]) -> int:
+    """How many messages of role system the conversation begins with; 0 if it has no others."""
     count = 0
-    while count < len(messages) and messages[count].role in ("system", "developer"):
+    while count < len(messages) and messages[count]["role"] == "system":
         count += 1
-    return messages[:count] if count < len(messages) else []
+    return count if count < len(messages) else 0

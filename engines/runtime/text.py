@@ -71,11 +71,34 @@ class TextAssembler:
                 del self._pending[len(self._pending) - max(len(matcher.stop) for matcher in met) :]
                 return self._release(len(self._pending))
         held = max((matcher.held for matcher in self._matchers), default=0)
-        return self._release(_whole_characters(self._pending, len(self._pending) - held))
+        return self._release(whole_characters(self._pending, len(self._pending) - held))
 
     def finish(self) -> Released:
         """Releases what was held back: the generation ended without meeting a stop string."""
         return self._release(len(self._pending), last=not self.stopped)
+
+    @property
+    def held(self) -> bytes:
+        """Bytes that were fed and not released yet."""
+        return bytes(self._pending)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._released_bytes
+
+    def resume(self, held: bytes, sent_bytes: int) -> None:
+        """Takes over where another one stood; for one that was fed nothing. What it held holds back the same again."""
+        self._released_bytes = sent_bytes
+        for byte in held:
+            for matcher in self._matchers:
+                matcher.feed(byte)
+        self._pending += held
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that was met, the longest if several ended with the same byte."""
+        met = [matcher.stop for matcher in self._matchers if matcher.held == len(matcher.stop)]
+        return max(met, key=len).decode() if met else None
 
     def _release(self, count: int, *, last: bool = False) -> Released:
         text = bytes(self._pending[:count]).decode("utf-8", "replace")
@@ -88,7 +111,7 @@ class TextAssembler:
         return Released(text, tuple(ready))
 
 
-def _whole_characters(data: bytearray, end: int) -> int:
+def whole_characters(data: bytearray, end: int) -> int:
     """The largest cut ≤ `end` that does not split a UTF-8 character which could still be completed."""
     for back in range(1, min(3, end) + 1):
         byte = data[end - back]

@@ -5,10 +5,26 @@ from typing import Any
 
 import pytest
 
-from engines.api_schema import parse_chat_request
+from engines.api_schema import ChatRequest, parse_chat_request
 from engines.errors import InvalidRequest, UnsupportedParameter
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def past_call(**function: Any) -> dict[str, Any]:
+    return {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}]}
 
 
 def refusal(**fields: Any) -> InvalidRequest:
@@ -56,6 +72,38 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, None),
         ({"stream": "yes"}, "stream"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
+        ({"tools": [{**TOOL, "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
+        ({"tools": [{**TOOL, "function": {"name": "x" * 65}}]}, "tools.0.function.name"),
+        ({"tools": [{**TOOL, "function": {"name": ""}}]}, "tools.0.function.name"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": []}}]}, "tools.0.function.parameters"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [tool(f"f{i}") for i in range(257)]}, "tools"),
+        ({"tools": [tool("f", description="x" * (1 << 20))]}, "tools"),
+        ({"tools": [tool("f", description="\ud800")]}, "tools"),
+        ({"tools": [tool("f", parameters=nested(33))]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, None),
+        ({"tool_choice": "required"}, None),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"reasoning_format": "xml"}, "reasoning_format"),
+        ({"reasoning_field": "thoughts"}, "reasoning_field"),
+        ({"thinking_budget_tokens": -2}, "thinking_budget_tokens"),
+        ({"enable_thinking": "false"}, "enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "false"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": "x" * (64 << 10)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": nested(17)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {f"k{i}": 1 for i in range(65)}}, "chat_template_kwargs"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"json_schema": nested(65)}, "json_schema"),
+        ({"grammar": "x" * (257 << 10)}, "grammar"),
+        ({"regex": "\ud800"}, "regex"),
+        (past_call(name="f", arguments=5), "messages.1.tool_calls.0.function.arguments"),
+        (past_call(arguments="{}"), "messages.1.tool_calls.0.function.name"),
     ],
 )
 def test_a_bad_field_is_named(fields: dict[str, Any], param: str | None) -> None:
@@ -66,8 +114,6 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str | None) -> None
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
         {"modalities": ["audio"]},
         {"functions": [{}]},
     ],
@@ -96,5 +142,66 @@ def test_the_newer_name_of_the_token_limit_wins() -> None:
 
 
 def test_an_assistant_message_may_consist_of_tool_calls() -> None:
-    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
     assert parse_chat_request(json.dumps({"messages": messages}).encode()).messages[1].text() == ""
+
+
+def parsed(**fields: Any) -> ChatRequest:
+    return parse_chat_request(json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def test_tools_are_kept_as_the_client_wrote_them() -> None:
+    given = tool("f", parameters={"type": "object", "properties": {"a": {}}}, strict=True, vendor="x")
+    request = parsed(tools=[given], parallel_tool_calls=False)
+    assert request.tools is not None
+    assert request.tools[0].model_dump(exclude_unset=True) == given
+    assert list(request.functions_by_name) == ["f"]
+    assert parsed(tools=[given], tool_choice="none").functions_by_name == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking"),
+    [
+        ({}, None),
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True, "reasoning_effort": "none"}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "minimal"}, None),
+        ({"reasoning_effort": "high"}, True),
+        ({"thinking_budget_tokens": 0}, False),
+        ({"thinking_budget_tokens": 5}, None),
+    ],
+)
+def test_a_request_can_turn_reasoning_on_and_off(fields: dict[str, Any], thinking: bool | None) -> None:
+    assert parsed(**fields).thinking is thinking
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"thinking_budget_tokens": -1}, None),
+        ({"thinking_budget_tokens": 7, "reasoning_budget": 9}, 7),
+        ({"reasoning_budget": 9}, 9),
+    ],
+)
+def test_the_reasoning_budget_has_two_names(fields: dict[str, Any], budget: int | None) -> None:
+    assert parsed(**fields).thinking_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("", {}),
+        ('{"a": "x\ny"}', {"a": "x\ny"}),
+        ('{"a": 1', {"arguments": '{"a": 1'}),
+        ("[1]", {"arguments": "[1]"}),
+    ],
+)
+def test_arguments_of_past_calls_become_the_objects_that_templates_read(arguments: Any, values: dict[str, Any]) -> None:
+    call = parse_chat_request(json.dumps(past_call(name="f", arguments=arguments)).encode()).messages[1].tool_calls
+    assert call is not None
+    assert call[0].function.argument_values() == values
