@@ -1,0 +1,89 @@
+"""The second process of `python -m bench kv`: proves blocks in shared memory, and takes states into an engine of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from bench.kv import PLACE, PROOFS, _engine, copy_seconds
+from engines.config import EngineConfig
+from engines.runtime.__main__ import SWITCH_INTERVAL_S
+from engines.runtime.state_desk import StateDesk
+from engines.runtime.state_forms import Proof
+from engines.runtime.state_layout import Bytes
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_transfer import Delivery
+
+
+def mapped(path: str) -> Bytes:
+    """The file's bytes, with its pages in this process's table already."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(fd, Path(path).stat().st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(fd)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+class SharedPieces:
+    """Pieces that another process laid into shared memory."""
+
+    def __init__(self, memory: Bytes, places: list[list[Any]], prove: Proof) -> None:
+        self._memory, self._places, self._prove = memory, iter(places), prove
+
+    async def deliver(self, piece: StatePiece) -> Delivery:
+        offset, size, proof = next(self._places)
+        return Delivery(piece, self._memory[offset : offset + size], lambda: None, bytes.fromhex(proof), self._prove)
+
+
+def prove_blocks(channel: socket.socket, memory: Bytes, prove: Proof) -> None:
+    while True:
+        offset, size, proof = PLACE.unpack(channel.recv(PLACE.size, socket.MSG_WAITALL))
+        if not size:
+            return
+        found = prove(memory[offset : offset + size].data)
+        channel.sendall(b"+" if found == proof[: len(found)] else b"-")
+
+
+async def take_in(desk: StateDesk, order: dict[str, Any], prove: Proof) -> dict[str, float]:
+    memory = mapped(order["path"])
+    manifest = Manifest.from_json(order["manifest"].encode())
+    copy_s = copy_seconds(manifest.total_bytes, memory)
+    began = time.perf_counter()
+    await desk.enter(0, manifest, SharedPieces(memory, order["places"], prove))
+    return {"import_s": time.perf_counter() - began, "copy_s": copy_s}
+
+
+async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None:
+    prove = PROOFS[proof]
+    seen: dict[str, Bytes] = {}
+    async with _engine(config) as (_, desk):
+        await desk.meta(0)
+        channel.sendall(b"R")
+        while command := await asyncio.to_thread(channel.recv, 1):
+            length = int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
+            order = json.loads(channel.recv(length, socket.MSG_WAITALL))
+            if command == b"V":
+                path = order["path"]
+                if path not in seen:
+                    seen[path] = mapped(path)
+                await asyncio.to_thread(prove_blocks, channel, seen[path], prove)
+            else:
+                answer = json.dumps(await take_in(desk, order, prove)).encode()
+                channel.sendall(len(answer).to_bytes(8, "little") + answer)
+
+
+if __name__ == "__main__":
+    given = EngineConfig.from_json(sys.stdin.read())
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    uvloop.run(main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], given))

@@ -1,0 +1,191 @@
+"""Pieces of sequences' state, out of the context and into it. Belongs to the core's thread; each call is one short slice.
+
+A block of attention rows leaves through a scratch sequence that shares just its cells, and enters through one that is emptied
+at once; so the scratch sequences are empty between calls. llama.cpp checks little of what it loads and may leave half a state
+behind: everything is checked here first, and whatever still fails leaves the sequence and the scratch ones empty, verified.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from engines.errors import NoCellsFree, StateError, StateInvalid
+from engines.runtime.cells import Sequence
+from engines.runtime.llama import Batch, Llama
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout
+
+log = logging.getLogger("hydra.engine.state")
+
+# Enough for two blocks of unequal length, few enough to decode in a step of any model.
+PROBE_TOKENS = 7
+PROBE_CUT = 4
+
+
+class StateCodec:
+    """Exports and imports for the sequences of one cache, whose states have `layout`."""
+
+    def __init__(self, cache: PrefixCache, llama: Llama, layout: StateLayout) -> None:
+        self.layout = layout
+        self._cache = cache
+        self._llama = llama
+        self._scratch, self._empty = cache.scratch
+        # Also a windowed model's base rows, which its positions do not tell of.
+        self._empty_bytes = llama.state_bytes(self._scratch.index)
+
+    def capacity_bytes(self, tokens: int) -> int:
+        """The buffer that `export_block` needs: llama.cpp also writes the window's rows, which then give way."""
+        window = self.layout.window.section_bytes(tokens) if self.layout.window else 0
+        return self.layout.block_bytes(tokens) + window
+
+    def part_bytes(self, sequence: Sequence) -> int:
+        """Exact size of `export_part`; 0 where attention rows are all of a state."""
+        return self._llama.part_bytes(sequence.index) if self.layout.has_part else 0
+
+    # --- out ------------------------------------------------------------------------------------
+
+    def export_block(self, sequence: Sequence, start: int, end: int, buffer: Bytes) -> Bytes:
+        """The attention rows of positions [start, end), written into `buffer`; the sequence may decode before and after.
+
+        Raises StateError when llama.cpp does not hold just these positions.
+        """
+        scratch = self._scratch.index
+        try:
+            self._llama.share_range(sequence.index, scratch, start, end)
+            if self.layout.recurrent:
+                # Sharing took the recurrent state along; an empty sequence's takes its place.
+                self._llama.share_range(self._empty.index, scratch, 0, 0)
+            written = self._llama.export_into(scratch, buffer, partial=False)
+        finally:
+            self._llama.clear(scratch)
+        if written < self.layout.block_bytes(end - start):
+            raise StateError(f"llama.cpp gave {written} bytes for positions {start} to {end - 1} of a slot.")
+        block = self.layout.as_block(buffer[:written], end - start)
+        self.layout.check_block(block, start, sequence.tokens[start:end])
+        self.layout.forget_sequence(block, partial=False)
+        return block
+
+    def export_part(self, sequence: Sequence, buffer: Bytes) -> Bytes:
+        """What is no attention row (recurrent state, last window) as it is now, written into `buffer` of `part_bytes`."""
+        written = self._llama.export_into(sequence.index, buffer, partial=True)
+        part = buffer[:written]
+        self.layout.check_part(part, len(sequence))
+        self.layout.forget_sequence(part, partial=True)
+        return part
+
+    # --- in -------------------------------------------------------------------------------------
+
+    def import_block(self, sequence: Sequence, start: int, tokens: list[int], block: Bytes) -> None:
+        """Appends a block to a sequence that holds the `start` positions before it, and whose tokens are not told yet.
+
+        Raises StateInvalid, StateIncompatible or NoCellsFree; after the first of them that llama.cpp itself causes the
+        sequence is empty, else it is as before.
+        """
+        if len(sequence.cells) != start:
+            raise StateError(f"A block of position {start} cannot follow {len(sequence.cells)} positions.")
+        self.layout.check_block(block, start, tokens)
+        if not self._cache.make_room(len(tokens)):
+            raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {len(tokens)} are needed.")
+        scratch = self._scratch.index
+        if not self._llama.import_from(scratch, block, partial=False):
+            self.abandon(sequence)
+            raise StateInvalid("llama.cpp refused a block of the state.")
+        self._llama.share_range(scratch, sequence.index, start, start + len(tokens))
+        self._llama.clear(scratch)
+        sequence.receive(len(tokens))
+
+    def import_part(self, sequence: Sequence, tokens: int, part: Bytes) -> None:
+        """Gives the sequence, which holds the attention rows of `tokens` tokens, the rest of its state. Raises as above."""
+        self.layout.check_part(part, tokens)
+        if not self._llama.import_from(sequence.index, part, partial=True):
+            self.abandon(sequence)
+            raise StateInvalid("llama.cpp refused the last part of the state.")
+
+    def complete(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Ends an import: from here on the sequence's prefix is found and reused. Raises StateError if the state is not whole."""
+        last = self._llama.last_position(sequence.index)
+        if last != len(tokens) - 1 or len(sequence.cells) != len(tokens):
+            self.abandon(sequence)
+            raise StateError(f"The imported state ends at position {last}, not at {len(tokens) - 1}.")
+        sequence.received(tokens)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Empties the sequence and the scratch ones, and looks whether they are: a failed import may leave half a state."""
+        sequence.clear()
+        for used in (sequence, *self._cache.scratch):
+            self._llama.clear(used.index)
+            if not self.is_empty(used):
+                log.critical("sequence %d still holds state after it was emptied", used.index)
+                raise StateError("A sequence could not be emptied.")
+
+    def is_empty(self, sequence: Sequence) -> bool:
+        llama, index = self._llama, sequence.index
+        positions = (llama.first_position(index), llama.last_position(index))
+        return positions == (-1, -1) and llama.state_bytes(index) == self._empty_bytes
+
+
+def probe(cache: PrefixCache, llama: Llama) -> tuple[StateCodec | None, str]:
+    """A proved codec, or why there is none, which is logged: such an engine shares no state and serves all the same."""
+    try:
+        return probed(cache, llama), ""
+    except LayoutUnknown as error:
+        log.error("this engine will not share state: %s", error)
+        return None, str(error)
+
+
+def probed(cache: PrefixCache, llama: Llama) -> StateCodec:
+    """A codec for this context, proved on a few tokens: out in two blocks and a part, in again, the same bytes.
+
+    Needs an idle context whose scratch sequences and first slot are empty, and leaves it so. Raises LayoutUnknown when
+    llama.cpp lays states out in another way than this engine's parser thinks, in which case nothing may be shared.
+    """
+    try:
+        return _probed(cache, llama)
+    except StateError as error:
+        raise LayoutUnknown(error.message) from error
+    finally:
+        cache.slots[0].sequence.clear()
+        for sequence in cache.scratch:
+            llama.clear(sequence.index)
+
+
+def _probed(cache: PrefixCache, llama: Llama) -> StateCodec:
+    probe = cache.slots[0].sequence
+    rng = np.random.default_rng(7)
+    tokens = [int(token) for token in rng.integers(0, llama.vocabulary.size, PROBE_TOKENS)]
+    batch = Batch(PROBE_TOKENS)
+    batch.add(probe.index, 0, tokens, outputs=1)
+    if llama.decode(batch) != 0:
+        raise LayoutUnknown("the probe's tokens could not be computed")
+    before = _whole(llama, probe)
+    layout = StateLayout.learn(before, _part(llama, probe), PROBE_TOKENS)
+    if layout.whole_bytes(PROBE_TOKENS, llama.part_bytes(probe.index)) != llama.state_bytes(probe.index):
+        raise LayoutUnknown("a state has another size than its layout says")
+    codec = StateCodec(cache, llama, layout)
+    probe.append(tokens)
+    pieces = []
+    for start, end in ((0, PROBE_CUT), (PROBE_CUT, PROBE_TOKENS)):
+        buffer = np.empty(codec.capacity_bytes(end - start), dtype=np.uint8)
+        pieces.append((start, tokens[start:end], codec.export_block(probe, start, end, buffer)))
+    part = codec.export_part(probe, np.empty(codec.part_bytes(probe), dtype=np.uint8)) if layout.has_part else None
+    probe.clear()
+    for start, inside, block in pieces:
+        codec.import_block(probe, start, inside, block)
+    if part is not None:
+        codec.import_part(probe, PROBE_TOKENS, part)
+    codec.complete(probe, tokens)
+    if not np.array_equal(_whole(llama, probe), before):
+        raise LayoutUnknown("a state that went out and in again has other bytes")
+    codec.abandon(probe)
+    return codec
+
+
+def _whole(llama: Llama, sequence: Sequence) -> Bytes:
+    return llama.export_state(sequence.index)
+
+
+def _part(llama: Llama, sequence: Sequence) -> Bytes:
+    part = np.empty(llama.part_bytes(sequence.index), dtype=np.uint8)
+    return part[: llama.export_into(sequence.index, part, partial=True)]

@@ -1,0 +1,397 @@
+"""The one place where a slot's state leaves or enters this engine: HTTP and RPC stand on it, the core's thread works behind it.
+
+Everything here runs on the event loop. A state leaves as a stream of buffers whose total length is known up front, and enters
+from a stream of chunks of any size. While one of both goes on the slot is taken: no generation runs in it, and a second
+transfer of the same slot is refused (SlotBusy).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from engines.config import EngineConfig
+from engines.errors import (
+    EngineError,
+    EngineLoading,
+    EngineStopping,
+    InvalidRequest,
+    StateIncompatible,
+    StateInvalid,
+    StateSharingOff,
+    StateTooLarge,
+)
+from engines.runtime import state_transfer
+from engines.runtime.arena import FOLDER, Arena, ArenaFull
+from engines.runtime.core import EngineCore
+from engines.runtime.fingerprint import Fingerprint, fingerprint_of, model_sha256
+from engines.runtime.state_codec import StateCodec
+from engines.runtime.state_dock import Dock, to_its_end
+from engines.runtime.state_export import ExportedState, StateMeta, planned, total_bytes
+from engines.runtime.state_forms import FORMS, ChunkReader, form_of, read_stream_head
+from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces, received, with_patience
+from engines.runtime.state_layout import StateLayout
+from engines.runtime.state_metrics import StateMetrics
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_transfer import SlotLook
+from engines.runtime.state_whole import WholeState, read_v2
+from pools.errors import ModelFileUnreadable, PoolError
+
+__all__ = ["FORMS", "ExportedState", "RestoreTerms", "RestoredState", "StateDesk", "StateMeta"]
+
+log = logging.getLogger("hydra.engine.state")
+
+THREADS = 2
+# A block that llama.cpp copies in one go: small enough for caches on a CPU, large enough to hide a GPU's cost per copy.
+CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 6 << 20, 12 << 20
+MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 64, 1 << 14
+ARENA_BYTES = 64 << 20
+MAX_CHECKPOINTS = 8
+_ZERO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class RestoreTerms:
+    """What a sender says beside the bytes. `total_bytes` None: unknown until the stream ends.
+
+    `fingerprint` is needed by forms that carry none (v2, raw). `erase_existing` False refuses a slot that holds tokens.
+    """
+
+    total_bytes: int | None = None
+    fingerprint: str | None = None
+    erase_existing: bool = True
+
+
+@dataclass(frozen=True)
+class RestoredState:
+    """What a slot holds after `restore`. `model_match` is exact, or family (another quant of a declared family)."""
+
+    slot_id: int
+    n_past: int
+    state_bytes: int
+    form: str
+    model_match: str
+
+
+class StateDesk:
+    """See the module's text. One per engine; made with the core, usable once the core is ready."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._config: EngineConfig = core.config
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="state")
+        self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
+        self._arena: Arena | None = None
+        self._arena_lock = asyncio.Lock()
+        self._model_sha256 = ""
+        self._fingerprints: dict[str, Fingerprint] = {}
+        self._hashing: asyncio.Task[str] | None = None
+        self._closed = False
+
+    def begin(self) -> None:
+        """Starts to read the model's file for its digest, which takes a while the first time; `export` waits for it."""
+        if self._hashing is None or (self._hashing.done() and not self._model_sha256):
+            self._hashing = asyncio.ensure_future(self._hash_model())
+
+    def close(self) -> None:
+        """Calling it twice is harmless."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._arena is not None:
+            self._arena.close()
+
+    async def meta(self, slot_id: int, form: str = "stream") -> StateMeta:
+        """Raises InvalidRequest for an unknown form, SlotNotFound, StateSharingOff, EngineLoading."""
+        codec = self._codec(form)
+        look: SlotLook = await self._core.perform(lambda cache: state_transfer.look(cache, codec, slot_id))
+        self.begin()
+        return (await self._described(slot_id, look, form))[0]
+
+    async def export(self, slot_id: int, form: str = "stream") -> ExportedState:
+        """Takes the slot. Raises as `meta`, and SlotBusy and SlotEmpty."""
+        codec = self._codec(form)
+        await self._require_model()
+        dock = await self._dock(codec)
+        departure = await dock.take(
+            lambda cache: state_transfer.depart(cache, codec, slot_id), lambda taken: lambda cache: taken.end()
+        )
+        try:
+            meta, manifest = await self._described(slot_id, departure.look, form)
+        except BaseException:
+            await dock.perform(lambda cache: departure.end())
+            raise
+        return ExportedState(meta, manifest, dock, departure, self._metrics)
+
+    async def restore(self, slot_id: int, terms: RestoreTerms, chunks: AsyncIterable[bytes]) -> RestoredState:
+        """Replaces the slot's content by the state in `chunks`; after any failure the slot is empty and free.
+
+        Raises SlotNotFound, SlotBusy, SlotOccupied, StateInvalid (damaged), StateIncompatible (another model or layout),
+        StateTooLarge, NoCellsFree, DeadlineExceeded (a silent sender), StateSharingOff, EngineLoading.
+        """
+        began_at = time.monotonic()
+        try:
+            state = await self._restored(slot_id, terms, chunks)
+        except EngineError as error:
+            self._metrics.transfers.labels("restore", error.code).inc()
+            raise
+        except asyncio.CancelledError:
+            self._metrics.transfers.labels("restore", "broken_off").inc()
+            raise
+        self._metrics.transfers.labels("restore", "ok").inc()
+        self._metrics.bytes.labels("restore").inc(state.state_bytes)
+        self._metrics.seconds.labels("restore").observe(time.monotonic() - began_at)
+        return state
+
+    async def _restored(self, slot_id: int, terms: RestoreTerms, chunks: AsyncIterable[bytes]) -> RestoredState:
+        codec = self._codec()
+        await self._require_model()
+        dock = await self._dock(codec)
+        reader = ChunkReader(with_patience(chunks))
+        begun = await reader.read(4)
+        form = form_of(begun)
+        source: PieceSource
+        if form == "stream":
+            manifest = await read_stream_head(begun, reader)
+            source = StreamPieces(reader, dock)
+        else:
+            whole = await self._whole(form, begun, reader, codec.layout)
+            manifest = self._manifest_of(whole, terms.fingerprint)
+            source = WholePieces(whole, dock)
+
+        async def complete() -> None:
+            await reader.expect_end()
+            if terms.total_bytes not in (None, reader.read_bytes):
+                raise StateInvalid(f"The state has {reader.read_bytes} bytes; {terms.total_bytes} were announced.")
+
+        match = await self._enter(dock, slot_id, manifest, source, complete, erase_existing=terms.erase_existing)
+        return RestoredState(slot_id, len(manifest.tokens), reader.read_bytes, form, match)
+
+    async def enter(self, slot_id: int, manifest: Manifest, source: PieceSource) -> RestoredState:
+        """Replaces the slot's content by pieces that lie in memory already, as those of another process of this host.
+
+        Raises as `restore`.
+        """
+        codec = self._codec()
+        await self._require_model()
+
+        async def complete() -> None:
+            """Nothing follows the pieces."""
+
+        match = await self._enter(await self._dock(codec), slot_id, manifest, source, complete, erase_existing=True)
+        return RestoredState(slot_id, len(manifest.tokens), manifest.total_bytes, "pieces", match)
+
+    async def _enter(
+        self,
+        dock: Dock,
+        slot_id: int,
+        manifest: Manifest,
+        source: PieceSource,
+        complete: Callable[[], Awaitable[None]],
+        *,
+        erase_existing: bool,
+    ) -> str:
+        """Takes the slot, takes the pieces in, and gives it back once `complete` has found nothing wrong."""
+        match = self._require_fit(manifest, dock.codec.layout, dock.arena)
+        tokens = list(manifest.tokens)
+        arrival = await dock.take(
+            lambda cache: state_transfer.arrive(cache, slot_id, tokens, erase_existing=erase_existing),
+            lambda taken: lambda cache: taken.abort(dock.codec),
+        )
+        try:
+            await received(dock, arrival, manifest.pieces, source)
+            await complete()
+            await dock.perform(lambda cache: arrival.finish())
+        except BaseException:
+            await self._abort(dock, arrival)
+            raise
+        return match
+
+    async def _abort(self, dock: Dock, arrival: state_transfer.Arrival) -> None:
+        try:
+            await dock.perform(lambda cache: arrival.abort(dock.codec))
+        except EngineStopping:
+            log.debug("the core has ended, and the slot with it")
+
+    # --- what a state is ------------------------------------------------------------------------
+
+    async def _described(self, slot_id: int, look: SlotLook, form: str) -> tuple[StateMeta, Manifest]:
+        """In a thread: the tokens of a long slot take milliseconds to write down."""
+        described = asyncio.get_running_loop().run_in_executor(self._threads, self._describe, slot_id, look, form)
+        return await to_its_end(described)
+
+    def _describe(self, slot_id: int, look: SlotLook, form: str) -> tuple[StateMeta, Manifest]:
+        layout = self._codec().layout
+        pieces = planned(look, layout, self._block_tokens(layout), checkpoints=form == "stream") if look.tokens else ()
+        # Before the file was read a digest of the same length stands in, so that the size is right already.
+        digest = self._model_sha256 or _ZERO_DIGEST
+        fingerprint = self._fingerprint(digest, layout).text
+        manifest = Manifest(fingerprint, self._config.model_name, digest, tuple(look.tokens), pieces)
+        meta = StateMeta(
+            slot_id=slot_id,
+            n_past=len(look.tokens),
+            state_bytes=total_bytes(manifest, layout, form) if look.tokens else 0,
+            is_processing=look.is_processing,
+            is_transferring=bool(look.operation),
+            operation=look.operation,
+            model_name=self._config.model_name,
+            model_sha256=self._model_sha256,
+            fingerprint=fingerprint if self._model_sha256 else "",
+            form=form,
+        )
+        return meta, manifest
+
+    def _fingerprint(self, sha256: str, layout: StateLayout) -> Fingerprint:
+        """Made once for a digest: a large vocabulary takes a tenth of a second."""
+        if sha256 not in self._fingerprints:
+            assert self._core.llama is not None
+            self._fingerprints[sha256] = fingerprint_of(self._config, self._core.llama, layout, sha256)
+        return self._fingerprints[sha256]
+
+    def _manifest_of(self, whole: WholeState, fingerprint: str | None) -> Manifest:
+        """The manifest that a foreign form lacks. Raises StateIncompatible without the sender's fingerprint."""
+        if not fingerprint:
+            raise StateIncompatible(
+                "A state of this form does not say which model it is of.",
+                hint="Send its fingerprint along (X-Hydra-Fingerprint), or send form stream, which carries it.",
+            )
+        layout = whole.layout
+        look = SlotLook(whole.tokens, whole.part().nbytes if layout.has_part else 0, (), False, "")
+        pieces = planned(look, layout, self._block_tokens(layout), checkpoints=False)
+        model = Fingerprint.parse(fingerprint).model
+        sha256 = model.removeprefix("sha256:") if model.startswith("sha256:") else ""
+        return Manifest(fingerprint, "", sha256, tuple(whole.tokens), pieces)
+
+    async def _whole(self, form: str, begun: bytes, reader: ChunkReader, layout: StateLayout) -> WholeState:
+        """A foreign form, read to its end and checked. Raises StateInvalid or StateIncompatible."""
+        assert self._core.llama is not None
+        vocabulary = self._core.llama.vocabulary.size
+        data = await reader.read_rest(self._config.max_state_bytes, begun)
+        threads = asyncio.get_running_loop()
+        if form == "raw":
+            raw = np.frombuffer(data, dtype=np.uint8)
+            return await threads.run_in_executor(self._threads, WholeState.checked, layout, None, raw)
+        tokens, rows = read_v2(data, vocabulary, layout)
+        return await threads.run_in_executor(self._threads, WholeState.checked, layout, tokens, rows)
+
+    # --- what may enter -------------------------------------------------------------------------
+
+    def _require_fit(self, manifest: Manifest, layout: StateLayout, arena: Arena) -> str:
+        """Checks all that a manifest says. Returns how the models match; raises a StateError."""
+        here = self._fingerprint(self._model_sha256, layout)
+        here.require(Fingerprint.parse(manifest.fingerprint))
+        assert self._core.llama is not None
+        tokens = manifest.tokens
+        if not tokens:
+            raise StateInvalid("The state has no tokens.")
+        if len(tokens) > self._config.context_tokens:
+            raise StateTooLarge(f"The state has {len(tokens)} tokens; the context holds {self._config.context_tokens}.")
+        every = manifest.all_tokens
+        if min(every) < 0 or max(every) >= self._core.llama.vocabulary.size:
+            raise StateInvalid("The state has tokens beyond the vocabulary.")
+        _require_order(manifest.pieces, len(tokens), layout)
+        largest = max(piece.size_bytes for piece in manifest.pieces)
+        if largest > arena.size_bytes:
+            raise StateTooLarge(f"The state has a piece of {largest} bytes; here one may have {arena.size_bytes}.")
+        return "exact" if manifest.model_sha256 == self._model_sha256 else "family"
+
+    # --- means ----------------------------------------------------------------------------------
+
+    def _codec(self, form: str = "stream") -> StateCodec:
+        if form not in FORMS:
+            raise InvalidRequest(
+                f"There is no form {form[:40]!r} of a state; there are {', '.join(FORMS)}.", param="form"
+            )
+        if self._core.state == "loading":
+            raise EngineLoading("The model is being loaded.")
+        if self._core.codec is None:
+            if self._core.state != "ready":
+                raise EngineStopping("The engine is shutting down.")
+            raise StateSharingOff(f"This engine shares no state: {self._core.sharing_refusal}.")
+        return self._core.codec
+
+    async def _dock(self, codec: StateCodec) -> Dock:
+        async with self._arena_lock:
+            if self._arena is None:
+                self._arena = await to_its_end(
+                    asyncio.get_running_loop().run_in_executor(self._threads, self._make_arena)
+                )
+        return Dock(self._core, codec, self._arena, self._threads)
+
+    def _make_arena(self) -> Arena:
+        codec = self._codec()
+        block_bytes = codec.capacity_bytes(self._block_tokens(codec.layout))
+        size_bytes = max(ARENA_BYTES, 4 * block_bytes) + self._largest_part_bytes(codec.layout)
+        device = max(self._config.main_gpu, 0) if self._config.gpu_layers else None
+        try:
+            return Arena(size_bytes, FOLDER, device)
+        except ArenaFull as error:
+            log.warning("%s: states pass through private memory", error)
+            return Arena(size_bytes, None, device)
+
+    def _largest_part_bytes(self, layout: StateLayout) -> int:
+        assert self._core.llama is not None
+        return layout.part_bytes(min(self._core.llama.window_tokens, self._config.context_tokens))
+
+    def _block_tokens(self, layout: StateLayout) -> int:
+        """Tokens of a block: the configuration's, or a power of two that makes a block some megabytes."""
+        if self._config.kv_block_tokens:
+            return self._config.kv_block_tokens
+        wanted_bytes = GPU_BLOCK_BYTES if self._config.gpu_layers else CPU_BLOCK_BYTES
+        tokens = MIN_BLOCK_TOKENS
+        while 2 * tokens * layout.attention.token_bytes <= wanted_bytes and tokens < MAX_BLOCK_TOKENS:
+            tokens *= 2
+        return tokens
+
+    async def _require_model(self) -> None:
+        """Waits until the model's file was read. Raises StateSharingOff when it cannot be."""
+        if not self._model_sha256:
+            self.begin()
+            assert self._hashing is not None
+            await asyncio.wait((self._hashing,))
+        if not self._model_sha256:
+            raise StateSharingOff("The model's file could not be read for its digest.")
+
+    async def _hash_model(self) -> str:
+        try:
+            sha256 = await asyncio.to_thread(model_sha256, self._config, self._go_on)
+            await asyncio.to_thread(self._fingerprint, sha256, self._codec().layout)
+            self._model_sha256 = sha256
+        except PoolError as error:
+            log.error("this engine will not share state: %s", error)
+        return self._model_sha256
+
+    def _go_on(self, _done_bytes: int, _all_bytes: int) -> None:
+        """Ends the reading of a large file when the engine stops."""
+        if self._closed:
+            raise ModelFileUnreadable("the engine stops")
+
+
+def _require_order(pieces: tuple[StatePiece, ...], count: int, layout: StateLayout) -> None:
+    """Blocks without a gap, then the last part, then checkpoints by rising cut; each of just the size that it has here."""
+    at, stage = 0, 0
+    cut = 0
+    for piece in pieces:
+        wanted = layout.part_bytes(piece.end)
+        if piece.kind == "block" and stage == 0:
+            right = piece.start == at < piece.end <= count and piece.tokens <= MAX_BLOCK_TOKENS
+            right = right and piece.size_bytes == layout.block_bytes(piece.tokens)
+            at = piece.end
+        elif piece.kind == "part" and stage == 0:
+            right = layout.has_part and at == piece.end == count and 0 < piece.size_bytes <= wanted and piece.start == 0
+            stage = 1
+        else:
+            right = piece.kind == "checkpoint" and layout.recurrent is not None and stage > 0
+            right = right and piece.start == 0 and cut < piece.end < count and 0 < piece.size_bytes <= wanted
+            cut, stage = piece.end, stage + 1
+        if not right or stage > 1 + MAX_CHECKPOINTS:
+            raise StateInvalid(
+                f"The state's {piece.kind} of positions {piece.start} to {piece.end - 1} cannot stand there."
+            )
+    if at != count or (layout.has_part and not stage):
+        raise StateInvalid("The state lacks pieces.")

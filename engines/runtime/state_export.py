@@ -1,0 +1,187 @@
+"""A slot's state on its way out, piece by piece: exported by the core's thread, digested by another, sent by the caller."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from engines.errors import EngineError
+from engines.runtime.arena import Arena, Buffer
+from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, Lane, to_its_end
+from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of, stream_head
+from engines.runtime.state_layout import Bytes, StateLayout
+from engines.runtime.state_metrics import StateMetrics
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_transfer import Departure, SlotLook
+from engines.runtime.state_whole import WholeState, v2_head
+
+# In which a state that lies in memory whole is handed on.
+SLICE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class StateMeta:
+    """What a slot holds. `n_past` tokens have state; `state_bytes` is the exact length of `export(slot, form)`, 0 if empty.
+
+    `operation` is export or restore while `is_transferring`, else empty. `fingerprint` is what a receiving engine must share;
+    it and `model_sha256` are empty until the model's file was read once.
+    """
+
+    slot_id: int
+    n_past: int
+    state_bytes: int
+    is_processing: bool
+    is_transferring: bool
+    operation: str
+    model_name: str
+    model_sha256: str
+    fingerprint: str
+    form: str = "stream"
+
+
+def planned(look: SlotLook, layout: StateLayout, block_tokens: int, *, checkpoints: bool) -> tuple[StatePiece, ...]:
+    """The pieces of a slot's state in the order in which they travel."""
+    count = len(look.tokens)
+    pieces = []
+    for start in range(0, count, block_tokens):
+        end = min(start + block_tokens, count)
+        pieces.append(StatePiece("block", start, end, layout.block_bytes(end - start)))
+    if layout.has_part:
+        pieces.append(StatePiece("part", 0, count, look.part_bytes))
+    if checkpoints:
+        pieces += [StatePiece("checkpoint", 0, cut, size_bytes) for cut, size_bytes in look.checkpoints]
+    return tuple(pieces)
+
+
+def total_bytes(manifest: Manifest, layout: StateLayout, form: str) -> int:
+    """The exact length of a state in that form."""
+    if form == "stream":
+        return len(stream_head(manifest)) + manifest.total_bytes + DIGEST_BYTES * len(manifest.pieces)
+    part_bytes = sum(piece.size_bytes for piece in manifest.pieces if piece.kind == "part")
+    whole = layout.whole_bytes(len(manifest.tokens), part_bytes) if manifest.tokens else 0
+    return whole + (len(v2_head(list(manifest.tokens))) if form == "v2" else 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ExportedPiece:
+    """One piece, its bytes in the buffer that must be freed, and their digest."""
+
+    piece: StatePiece
+    buffer: Buffer
+    data: Bytes
+    proof: bytes
+
+
+class ExportedState:
+    """A state on its way out. `async with` it: leaving the block gives the slot back, also after a broken connection.
+
+    Iterating yields buffers that stay valid until the next one is asked for; together they are `total_bytes` long. It may be
+    iterated again from the start: the slot holds still, so the bytes are the same.
+    """
+
+    def __init__(
+        self, meta: StateMeta, manifest: Manifest, dock: Dock, departure: Departure, metrics: StateMetrics
+    ) -> None:
+        self.meta = meta
+        self.manifest = manifest
+        self.total_bytes = meta.state_bytes
+        self._dock = dock
+        self._departure = departure
+        self._metrics = metrics
+        self._under_way: deque[tuple[StatePiece, Buffer, asyncio.Future[tuple[Bytes, bytes]]]] = deque()
+        self._began_at = time.monotonic()
+        self._sent_bytes = 0
+
+    @property
+    def arena(self) -> Arena:
+        """Where the pieces' buffers lie, for other processes of this host."""
+        return self._dock.arena
+
+    async def __aenter__(self) -> ExportedState:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._drop_pieces()
+        await self._dock.perform(lambda cache: self._departure.end())
+        complete = error is None and self._sent_bytes >= self.total_bytes
+        outcome = "ok" if complete else error.code if isinstance(error, EngineError) else "broken_off"
+        self._metrics.transfers.labels("export", outcome).inc()
+        self._metrics.bytes.labels("export").inc(self._sent_bytes)
+        if complete:
+            self._metrics.seconds.labels("export").observe(time.monotonic() - self._began_at)
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        buffers = self._stream() if self.meta.form == "stream" else self._whole()
+        async for buffer in buffers:
+            self._sent_bytes += len(buffer)
+            yield buffer
+
+    async def pieces(self, prove: Proof = digest_of) -> AsyncIterator[ExportedPiece]:
+        """Each piece; the caller must free its buffer."""
+        await self._drop_pieces()
+        lane, waiting = self._dock.lane(), deque(self.manifest.pieces)
+        while True:
+            while waiting and self._has_room(waiting[0]):
+                await self._begin(lane, waiting.popleft(), prove)
+            if not self._under_way:
+                return
+            piece, buffer, coming = self._under_way[0]
+            data, proof = await to_its_end(coming)
+            self._under_way.popleft()
+            yield ExportedPiece(piece, buffer, data, proof)
+
+    def _has_room(self, piece: StatePiece) -> bool:
+        under_way = sum(other.size_bytes for other, _, _ in self._under_way)
+        return len(self._under_way) < LEAST_PIECES or under_way + piece.size_bytes <= WINDOW_BYTES
+
+    async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> None:
+        codec, departure = self._dock.codec, self._departure
+        wanted = codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
+        buffer = await self._dock.arena.take(wanted)
+        # The checksum is made while the bytes are in the core's cache; the digest takes longer than a slice may.
+        at_once = prove if prove is checksum_of else None
+        exported = lane.submit(lambda cache: departure.piece(codec, piece, buffer.data, at_once))
+        coming = exported if at_once else asyncio.ensure_future(self._digested(exported, prove))
+        self._under_way.append((piece, buffer, coming))
+
+    async def _digested(self, exported: asyncio.Future[tuple[Bytes, bytes]], prove: Proof) -> tuple[Bytes, bytes]:
+        data, _ = await to_its_end(exported)
+        return data, await self._dock.in_thread(prove, memoryview(data.data))
+
+    async def _stream(self) -> AsyncIterator[memoryview]:
+        yield memoryview(stream_head(self.manifest))
+        async for exported in self.pieces():
+            with exported.buffer:
+                yield memoryview(exported.proof)
+                yield memoryview(exported.data.data)
+
+    async def _whole(self) -> AsyncIterator[memoryview]:
+        tokens = list(self.manifest.tokens)
+        whole = WholeState.blank(self._dock.codec.layout, tokens, self._departure.look.part_bytes)
+        async for exported in self.pieces():
+            piece = exported.piece
+            with exported.buffer:
+                if piece.kind == "block":
+                    await self._dock.in_thread(whole.put_block, piece.start, piece.tokens, exported.data)
+                else:
+                    whole.put_part(exported.data)
+        if self.meta.form == "v2":
+            yield memoryview(v2_head(tokens))
+        view = memoryview(whole.data.data)
+        for at in range(0, len(view), SLICE_BYTES):
+            yield view[at : at + SLICE_BYTES]
+
+    async def _drop_pieces(self) -> None:
+        """Waits for what is under way, whose buffers are in use until then."""
+        while self._under_way:
+            _, buffer, coming = self._under_way.popleft()
+            await asyncio.wait((coming,))
+            if not coming.cancelled():
+                coming.exception()  # looked at: nobody asks for this piece any more
+            buffer.free()

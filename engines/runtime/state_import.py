@@ -1,0 +1,129 @@
+"""A state on its way in, piece by piece: read by the event loop, proved by a thread, taken in by the core's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Protocol
+
+from engines.errors import DeadlineExceeded, StateInvalid
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, Lane, to_its_end
+from engines.runtime.state_forms import DIGEST_BYTES, ChunkReader, checksum_of
+from engines.runtime.state_layout import Bytes
+from engines.runtime.state_snapshot import StatePiece
+from engines.runtime.state_transfer import Arrival, Delivery
+from engines.runtime.state_whole import WholeState
+
+# A sender that is silent for so long has gone: the slot must not wait for it.
+STALL_S = 30.0
+
+
+class PieceSource(Protocol):
+    """Where pieces come from, in the manifest's order."""
+
+    async def deliver(self, piece: StatePiece) -> Delivery: ...
+
+
+class StreamPieces:
+    """Pieces that are read out of a stream, each behind its digest."""
+
+    def __init__(self, reader: ChunkReader, dock: Dock) -> None:
+        self._reader, self._dock = reader, dock
+
+    async def deliver(self, piece: StatePiece) -> Delivery:
+        buffer = await self._dock.arena.take(piece.size_bytes)
+        try:
+            digest = await self._reader.read(DIGEST_BYTES)
+            await self._reader.read_into(memoryview(buffer.data.data))
+        except BaseException:
+            buffer.free()
+            raise
+        return Delivery(piece, buffer.data, buffer.free, digest)
+
+
+class WholePieces:
+    """Pieces cut out of a whole state in memory."""
+
+    def __init__(self, whole: WholeState, dock: Dock) -> None:
+        self._whole, self._dock = whole, dock
+
+    async def deliver(self, piece: StatePiece) -> Delivery:
+        return Delivery(piece, await self._dock.in_thread(self._cut, piece), _nothing)
+
+    def _cut(self, piece: StatePiece) -> Bytes:
+        return self._whole.block(piece.start, piece.tokens) if piece.kind == "block" else self._whole.part()
+
+
+def _nothing() -> None:
+    """Memory that goes with its last reader."""
+
+
+async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...], source: PieceSource) -> None:
+    """Takes all pieces in. Returns or raises only after nothing is under way any more; the first failure counts."""
+    lane = dock.lane()
+    under_way: deque[tuple[StatePiece, asyncio.Future[None]]] = deque()
+    try:
+        for piece in pieces:
+            while under_way and (under_way[0][1].done() or not _has_room(under_way, piece)):
+                await under_way[0][1]
+                under_way.popleft()
+            delivery = await source.deliver(piece)
+            if delivery.prove is checksum_of:
+                # Looked at on the core's thread, which then finds the bytes in its cache.
+                entering = lane.submit(lambda cache, delivery=delivery: _enter(dock, arrival, delivery, cache))
+                entering.add_done_callback(lambda _, delivery=delivery: delivery.free())
+            else:
+                # The digest takes longer than a slice may, so a thread looks at it; pieces queue up behind each other.
+                before = under_way[-1][1] if under_way else None
+                entering = asyncio.ensure_future(_enter_digested(dock, lane, arrival, delivery, before))
+            under_way.append((piece, entering))
+        while under_way:
+            await under_way[0][1]
+            under_way.popleft()
+    finally:
+        for _, entering in under_way:
+            while not entering.done():
+                await asyncio.wait((entering,))
+            if not entering.cancelled():
+                entering.exception()  # looked at: an earlier one is raised already
+
+
+def _has_room(under_way: deque[tuple[StatePiece, asyncio.Future[None]]], piece: StatePiece) -> bool:
+    size_bytes = sum(other.size_bytes for other, _ in under_way)
+    return len(under_way) < LEAST_PIECES or size_bytes + piece.size_bytes <= WINDOW_BYTES
+
+
+def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache) -> None:
+    """On the core's thread."""
+    delivery.check()
+    arrival.piece(cache, dock.codec, delivery.piece, delivery.data)
+
+
+async def _enter_digested(
+    dock: Dock, lane: Lane, arrival: Arrival, delivery: Delivery, before: asyncio.Future[None] | None
+) -> None:
+    try:
+        await dock.in_thread(delivery.check)
+        if before is not None:
+            await asyncio.wait((before,))
+            if before.cancelled() or before.exception() is not None:
+                raise StateInvalid("A piece before this one did not enter.")
+        await to_its_end(lane.submit(lambda cache: arrival.piece(cache, dock.codec, delivery.piece, delivery.data)))
+    finally:
+        delivery.free()
+
+
+async def with_patience(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """`chunks`, each of which must come within STALL_S. Raises DeadlineExceeded."""
+    coming = aiter(chunks)
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                chunk = await anext(coming)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise DeadlineExceeded(f"The sender of the state was silent for {STALL_S:.0f} s.") from None
+        yield chunk

@@ -1,0 +1,188 @@
+"""What travels besides the bytes of a state: the manifest of its pieces, and a running generation's own standing.
+
+Written as JSON with a version, read with every bound checked; a manifest that was read says nothing wrong about its own
+shape, but nothing about the bytes is believed before their digests are.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from engines.errors import StateInvalid
+from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.llama import Llama
+from engines.runtime.sampler import Sampler, SamplingParams
+
+VERSION = 1
+MAX_MANIFEST_BYTES = 64 << 20
+MAX_TOKENS = 1 << 22
+MAX_PIECES = 1 << 17
+MAX_HELD_BYTES = 1 << 16
+# The pieces of a state, in the order in which they travel: a block follows its predecessor, the last part follows the blocks,
+# checkpoints (parts of earlier cuts) come at the end.
+KINDS = ("block", "part", "checkpoint")
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """`start` and `end` are positions; a part belongs to all tokens before `end` and begins at 0."""
+
+    kind: str
+    start: int
+    end: int
+    size_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class GenerationState:
+    """A generation between two of its tokens. What its prompt and tokens were stands in the manifest.
+
+    The drawing of tokens goes on with `draws` more numbers used up from the seed's row; XTC alone takes numbers of its own at
+    times, and goes on with others. `held_text` was drawn and not sent: it may begin a stop string or end inside a character.
+    A constraint's standing is found again by replaying the tokens behind the prompt.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    max_new_tokens: int
+    params: SamplingParams
+    draws: int
+    stops: tuple[str, ...] = ()
+    held_text: bytes = b""
+    sent_bytes: int = 0
+    choice: int = 0
+    cached_tokens: int = 0
+    owner: str = ""
+    priority: int = 0
+    queue_s: float = 0.0
+    prompt_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One state: `tokens` have state, `next_token` was drawn and not decoded yet (None: nothing is left over)."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        strict=True, extra="forbid", ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64"
+    )
+
+    fingerprint: str
+    model_name: str
+    model_sha256: str
+    tokens: tuple[int, ...]
+    pieces: tuple[StatePiece, ...]
+    next_token: int | None = None
+    generation: GenerationState | None = None
+    version: int = VERSION
+
+    def to_json(self) -> bytes:
+        return _ADAPTER.dump_json(self)
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Manifest:
+        """Raises StateInvalid for anything but a manifest of this version whose values lie within their bounds."""
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise StateInvalid(f"The state's manifest has {len(raw)} bytes; at most {MAX_MANIFEST_BYTES} are read.")
+        try:
+            manifest = _ADAPTER.validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise StateInvalid(
+                f"The state's manifest is not valid at {where or 'its start'}: {first['msg']}."
+            ) from error
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        if self.version != VERSION:
+            raise StateInvalid(f"The state's manifest has version {self.version}; this engine reads {VERSION}.")
+        if len(self.tokens) > MAX_TOKENS or len(self.pieces) > MAX_PIECES:
+            raise StateInvalid(
+                f"The state has {len(self.tokens)} tokens in {len(self.pieces)} pieces, more than is read."
+            )
+        if any(piece.kind not in KINDS or piece.size_bytes < 0 for piece in self.pieces):
+            raise StateInvalid("The state's manifest names a piece of no known kind or size.")
+        running = self.generation
+        if running and not (0 < running.prompt_tokens <= len(self.all_tokens) and running.draws >= 0):
+            raise StateInvalid("The state's generation does not belong to its tokens.")
+        if running and len(running.held_text) > MAX_HELD_BYTES:
+            raise StateInvalid(f"The state's generation holds back more than {MAX_HELD_BYTES} bytes of text.")
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return [*self.tokens, *([] if self.next_token is None else [self.next_token])]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all pieces together, without what frames them."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+_ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def captured(generation: Generation) -> GenerationState:
+    """The standing of a generation that runs; on the core's thread, after the text of its last token was made."""
+    stats = generation.stats(time.monotonic())
+    return GenerationState(
+        request_id=generation.request_id,
+        prompt_tokens=len(generation.prompt),
+        max_new_tokens=generation.max_new_tokens,
+        params=generation.params,
+        draws=generation.sampler.draws if generation.sampler else 0,
+        stops=generation.stops,
+        held_text=generation.text.held,
+        sent_bytes=generation.text.sent_bytes,
+        choice=generation.choice,
+        cached_tokens=generation.cached_tokens,
+        owner=generation.owner,
+        priority=generation.priority,
+        queue_s=stats.queue_s,
+        prompt_s=stats.prompt_s,
+        decode_s=stats.decode_s,
+    )
+
+
+def resumed(manifest: Manifest, llama: Llama, mailbox: Mailbox, deadline_at: float) -> Generation:
+    """The generation that goes on where `captured` left it; on the core's thread. Its next piece carries no token twice.
+
+    Raises StateInvalid when the manifest carries none.
+    """
+    state = manifest.generation
+    if state is None:
+        raise StateInvalid("The state carries no generation.")
+    tokens = manifest.all_tokens
+    generation = Generation(
+        request_id=state.request_id,
+        prompt=tokens[: state.prompt_tokens],
+        params=state.params,
+        stops=state.stops,
+        max_new_tokens=state.max_new_tokens,
+        mailbox=mailbox,
+        deadline_at=deadline_at,
+        choice=state.choice,
+        owner=state.owner,
+        priority=state.priority,
+    )
+    generation.tokens = tokens
+    generation.unposted()
+    generation.cached_tokens = state.cached_tokens
+    generation.text.resume(state.held_text, state.sent_bytes)
+    now = time.monotonic()
+    generation.first_token_at = now - state.decode_s if generation.new_tokens else None
+    generation.started_at = now - state.decode_s - state.prompt_s
+    generation.queued_at = generation.started_at - state.queue_s
+    generation.sampler = Sampler(state.params, llama)
+    generation.sampler.see_prompt(tokens)
+    generation.sampler.skip(state.draws)
+    return generation

@@ -1,0 +1,214 @@
+"""What a transfer does on the core's thread: takes a slot, moves pieces of its state, gives the slot back.
+
+Each function makes an errand (errands.py), whose slices are one piece long. A slot that is taken runs no generation and is
+not emptied for others; whatever ends a transfer must give it back (`end`, `finish` or `abort`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engines.errors import (
+    NoCellsFree,
+    SlotBusy,
+    SlotEmpty,
+    SlotNotFound,
+    SlotOccupied,
+    StateError,
+    StateInvalid,
+    StateTooLarge,
+)
+from engines.runtime.prefix import Checkpoint, PrefixCache
+from engines.runtime.slots import Slot
+from engines.runtime.state_codec import StateCodec
+from engines.runtime.state_forms import Proof, digest_of
+from engines.runtime.state_layout import Bytes
+from engines.runtime.state_snapshot import StatePiece
+
+T = TypeVar("T")
+Slices = Generator[None, None, T]
+
+
+@dataclass(frozen=True)
+class SlotLook:
+    """A slot between two steps."""
+
+    tokens: list[int]
+    part_bytes: int
+    checkpoints: tuple[tuple[int, int], ...]
+    """Cut and bytes of each."""
+    is_processing: bool
+    operation: str
+
+
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """A piece that enters. Its bytes stay as they are until `free` is called. `proof` is what `prove` must give (None: none)."""
+
+    piece: StatePiece
+    data: Bytes
+    free: Callable[[], None]
+    proof: bytes | None = None
+    prove: Proof = digest_of
+
+    def check(self) -> None:
+        """Raises StateInvalid for bytes with another digest."""
+        if self.proof is not None and self.prove(memoryview(self.data.data)) != self.proof:
+            piece = self.piece
+            raise StateInvalid(
+                f"The {piece.kind} of positions {piece.start} to {piece.end - 1} was damaged: it has another digest."
+            )
+
+
+@dataclass
+class Departure:
+    """A taken slot whose state leaves; `look` is what it held when it was taken."""
+
+    slot: Slot
+    look: SlotLook
+    checkpoints: dict[int, Checkpoint]
+    """By their cuts."""
+
+    def piece(self, codec: StateCodec, piece: StatePiece, buffer: Bytes, prove: Proof | None) -> tuple[Bytes, bytes]:
+        """The piece, written into `buffer`, and what `prove` makes of it. On the core's thread.
+
+        Raises StateError when the engine lost the slot's state meanwhile.
+        """
+        sequence = self.slot.sequence
+        if piece.kind == "checkpoint":
+            sequence = self.checkpoints[piece.end].sequence
+        if len(sequence) < piece.end:
+            raise StateError("The engine lost the slot's state while it left.")
+        if piece.kind == "block":
+            exported = codec.export_block(sequence, piece.start, piece.end, buffer)
+        else:
+            exported = codec.export_part(sequence, buffer)
+        if exported.nbytes != piece.size_bytes:
+            raise StateError(f"A piece of the state has {exported.nbytes} bytes, not {piece.size_bytes} as announced.")
+        return exported, prove(memoryview(exported.data)) if prove else b""
+
+    def end(self) -> Slices[None]:
+        yield from ()
+        for checkpoint in self.checkpoints.values():
+            checkpoint.leaving = False
+        self.slot.transfer = ""
+
+
+@dataclass
+class Arrival:
+    """A taken, emptied slot that a state of `tokens` enters."""
+
+    slot: Slot
+    tokens: list[int]
+    adopted: list[Checkpoint] = field(default_factory=list)
+
+    def piece(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+        """Takes one piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile."""
+        sequence = self.slot.sequence
+        if piece.kind == "block":
+            self.slot.awaited_cells -= piece.tokens
+            codec.import_block(sequence, piece.start, self.tokens[piece.start : piece.end], data)
+        elif piece.kind == "part":
+            codec.import_part(sequence, piece.end, data)
+        else:
+            self._adopt(cache, codec, piece, data)
+        if not sequence.tokens and self.slot.awaited_cells == 0 and (piece.kind == "part" or not codec.layout.has_part):
+            codec.complete(sequence, self.tokens)
+
+    def _adopt(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+        others = [c for c in cache.checkpoints if not c.leaving and c not in self.adopted]
+        place = cache.checkpoint_place() if others else None
+        if place is None:
+            return  # fewer places than the sender had
+        self.adopted.append(place)
+        place.sequence.share_prefix(self.slot.sequence, piece.end)
+        codec.import_part(place.sequence, piece.end, data)
+
+    def finish(self) -> Slices[None]:
+        yield from ()
+        if self.slot.sequence.tokens != self.tokens:
+            raise StateError("The engine lost the state while it came in.")
+        self.slot.used_at = time.monotonic()
+        self._give_back()
+
+    def abort(self, codec: StateCodec) -> Slices[None]:
+        """Leaves nothing of what came in."""
+        yield from ()
+        try:
+            for checkpoint in self.adopted:
+                checkpoint.sequence.clear()
+            codec.abandon(self.slot.sequence)
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self.slot.awaited_cells = 0
+        self.slot.transfer = ""
+
+
+def slot_of(cache: PrefixCache, slot_id: int) -> Slot:
+    if not 0 <= slot_id < len(cache.slots):
+        raise SlotNotFound(f"There is no slot {slot_id}; this engine has slots 0 to {len(cache.slots) - 1}.")
+    return cache.slots[slot_id]
+
+
+def look(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[SlotLook]:
+    yield from ()
+    return _look(cache, codec, slot_of(cache, slot_id))
+
+
+def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Departure]:
+    """Takes the slot for an export. Raises SlotNotFound, SlotBusy or SlotEmpty."""
+    yield from ()
+    slot = slot_of(cache, slot_id)
+    _require_free(slot)
+    if not len(slot.sequence):
+        raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
+    seen = _look(cache, codec, slot)
+    checkpoints = _checkpoints(cache, codec, slot)
+    for checkpoint in checkpoints:
+        checkpoint.leaving = True
+    slot.transfer = "export"
+    return Departure(slot, seen, {len(checkpoint.sequence): checkpoint for checkpoint in checkpoints})
+
+
+def arrive(cache: PrefixCache, slot_id: int, tokens: list[int], *, erase_existing: bool) -> Slices[Arrival]:
+    """Takes and empties the slot for a restore; what it held goes to host memory as before a new prompt.
+
+    Raises SlotNotFound, SlotBusy, SlotOccupied, StateTooLarge or NoCellsFree.
+    """
+    yield from ()
+    slot = slot_of(cache, slot_id)
+    _require_free(slot)
+    if len(slot.sequence) and not erase_existing:
+        raise SlotOccupied(f"Slot {slot_id} holds {len(slot.sequence)} tokens.")
+    count = len(tokens)
+    if count > cache.ledger.count:
+        raise StateTooLarge(f"The state has {count} tokens; the cache has {cache.ledger.count} cells.")
+    promised = cache.promised_cells()
+    if promised + count > cache.ledger.count:
+        raise NoCellsFree(f"Of {cache.ledger.count} cells {promised} are promised to others; the state needs {count}.")
+    cache.put_away(slot)
+    slot.transfer, slot.awaited_cells = "restore", count
+    return Arrival(slot, tokens)
+
+
+def _require_free(slot: Slot) -> None:
+    if slot.generation is not None:
+        raise SlotBusy(f"Slot {slot.index} runs a request.")
+    if slot.transfer:
+        raise SlotBusy(f"The state of slot {slot.index} is in another transfer ({slot.transfer}).")
+
+
+def _look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
+    cuts = tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in _checkpoints(cache, codec, slot))
+    part_bytes = codec.part_bytes(slot.sequence)
+    return SlotLook(list(slot.sequence.tokens), part_bytes, cuts, slot.generation is not None, slot.transfer)
+
+
+def _checkpoints(cache: PrefixCache, codec: StateCodec, slot: Slot) -> list[Checkpoint]:
+    """Earlier cuts that would be reused here and so should be there: a recurrent state alone cannot go back."""
+    return cache.checkpoints_of(slot.sequence.tokens) if codec.layout.recurrent else []
