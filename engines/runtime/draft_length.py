@@ -12,19 +12,23 @@ from collections.abc import Sequence
 
 # Weight of a new measurement, and of all earlier trials of a generation at each new one.
 COST_GAIN = 0.15
-ACCEPTANCE_MEMORY = 0.93
+ACCEPTANCE_MEMORY = 0.95
 # As many imagined trials stand for what is known of the engine's other generations.
-PRIOR_TRIALS = 3.0
+PRIOR_TRIALS = 4.0
 PRIOR_ACCEPTANCE = 0.8
 PRIOR_GAIN = 0.02
 # A measurement that lies this far beyond the estimate is a graph that was rebuilt, not the price of a step.
 OUTLIER_RATIO = 2.0
-# Steps without drafts after which one token is drafted to see whether drafting pays by now.
-PROBE_EVERY_STEPS = 96
-# After a choice of no draft so many steps go by before the next choice.
-LOOK_EVERY_STEPS = 16
-# A longer draft must promise this much more, or the choice would flicker between equals.
-ADVANTAGE = 1.01
+# A length is kept for so many steps, as a device prepares for a shape of step before it is fast; the first ones of a new
+# shape are not measured.
+RUN_STEPS = 12
+SETTLING_STEPS = 3
+# Steps without drafts after which a run of drafts shows whether they pay by now; twice as many each time they do not.
+PATIENCE_STEPS = 256
+MAX_PATIENCE_STEPS = 4096
+PROBE_STEPS = 6
+# Another length must promise this much more, or the choice would flicker between equals.
+ADVANTAGE = 1.03
 
 
 class Acceptance:
@@ -83,35 +87,56 @@ class DraftLength:
         self.drafting = StepCosts()
         self.prior = PRIOR_ACCEPTANCE
         self.chosen = 0
-        self._without = 0
-        self._settled_count = 0
+        self._count = 0
+        self._left = 0
+        self._settling = 0
+        self._idle = 0
+        self._patience = PATIENCE_STEPS
 
     def choose(self, acceptances: Sequence[Acceptance], longest: int) -> int:
-        """The length with most tokens per second, 0 where drafting loses, and now and then 1 to see whether it still does."""
+        """The length with most tokens per second, 0 where drafting loses, and now and then a draft to see whether it still
+        does. `longest` bounds this step's, not the choice."""
         count = len(acceptances)
-        if self._is_settled(count):
-            return 0
-        rates = [acceptance.rate(self.prior) for acceptance in acceptances]
-        best, best_speed = 0, count / max(self.steps.seconds(count), 1e-9)
-        for length in range(1, min(longest, self.longest) + 1):
-            tokens = sum(_expected_tokens(rate, length) for rate in rates)
-            seconds = self.steps.seconds(count * (length + 1)) + length * self.drafting.seconds(count)
-            speed = tokens / max(seconds, 1e-9)
-            if speed > best_speed * ADVANTAGE:
-                best, best_speed = length, speed
-        self._without = 0 if best else self._without + 1
-        if self._without > PROBE_EVERY_STEPS and longest > 0:
-            self._without, best = 0, 1
-        self.chosen = best
-        return best
+        if count != self._count or self._left == 0:
+            self._decide(acceptances, count)
+        self._left -= 1
+        self._idle += self.chosen == 0
+        return min(self.chosen, longest)
 
-    def _is_settled(self, count: int) -> bool:
-        """Whether the last choice was no draft and nothing has changed since: looking again costs what it seldom brings."""
-        if self.chosen or count != self._settled_count or self._without % LOOK_EVERY_STEPS == 0:
-            self._settled_count = count
-            return False
-        self._without += 1
-        return True
+    def _decide(self, acceptances: Sequence[Acceptance], count: int) -> None:
+        rates = [acceptance.rate(self.prior) for acceptance in acceptances]
+        speeds = [self._speed(rates, length) for length in range(self.longest + 1)]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        if speeds[best] < speeds[self.chosen] * ADVANTAGE:
+            best = self.chosen
+        self._left = RUN_STEPS
+        if best:
+            self._idle, self._patience = 0, PATIENCE_STEPS
+        elif self._idle >= self._patience:
+            self._idle, self._patience = 0, min(2 * self._patience, MAX_PATIENCE_STEPS)
+            best = max(range(1, len(speeds)), key=speeds.__getitem__)
+            self._left = PROBE_STEPS
+        if (best, count) != (self.chosen, self._count):
+            self._settling = SETTLING_STEPS
+        self.chosen, self._count = best, count
+
+    def _speed(self, rates: Sequence[float], length: int) -> float:
+        """Tokens per second, by what is known."""
+        count = len(rates)
+        tokens = sum(_expected_tokens(rate, length) for rate in rates)
+        seconds = self.steps.seconds(count * (length + 1))
+        if length:
+            seconds += length * self.drafting.seconds(count)
+        return tokens / max(seconds, 1e-9)
+
+    def stepped(self, rows: int, step_s: float, drafting_s: float | None) -> None:
+        """A step of so many rows took `step_s`, and drafting one token for each of its sequences `drafting_s` before it."""
+        if self._settling:
+            self._settling -= 1
+            return
+        self.steps.saw(rows, step_s)
+        if drafting_s is not None:
+            self.drafting.saw(self._count, drafting_s)
 
     def saw(self, acceptance: Acceptance, offered: int, accepted: int) -> None:
         tried = min(accepted + 1, offered)

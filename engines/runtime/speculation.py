@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hydra.engine.speculation")
 
+# Sizes of steps that are timed beside those of one sequence, as long as there is time: kernels change with them, and a
+# step of nine rows may take twice as long as one of eight.
+WARM_UP_ROWS = (8, 9, 16, 24, 32, 48, 64, 96, 128)
+WARM_UP_S = 1.5
+WARM_UP_REPEATS = 4
+
 
 class Drafter(Protocol):
     """Makes drafts; `count` tokens for each slot, or fewer where it knows no more."""
@@ -50,6 +56,8 @@ class Speculation:
         self.length = DraftLength(config.longest_draft)
         self._llama = llama
         self._sequences = config.decoding_sequences
+        self._rows = config.outputs
+        self._drafting_s: float | None = None
         self._cache = cache
         self._equal_lengths = llama.has_recurrent_state
         self.head: DraftModel | None = None
@@ -62,21 +70,30 @@ class Speculation:
         log.info("drafts of up to %d tokens by %s", self.length.longest, "the model's head" if self.head else "lookup")
 
     def warm_up(self, batch: Batch) -> None:
-        """Times steps of few rows, and the head: the first choices of a length rest on these."""
-        for rows in range(1, 2 + self.length.longest):
-            for attempt in range(2):
-                batch.clear()
-                batch.add(0, 0, [0] * rows, outputs=rows)
-                started = time.monotonic()
-                if self._llama.decode(batch) != 0:
-                    return
-                self._llama.synchronize()
-                if attempt:  # the first of a size prepared kernels and buffers
-                    self.length.steps.saw(rows, time.monotonic() - started)
-                self._llama.clear(0)
+        """Times steps of few and of many rows, and the head: the first choices of a length rest on these."""
+        ends_at = time.monotonic() + WARM_UP_S
+        for rows in [*range(1, 2 + self.length.longest), *WARM_UP_ROWS]:
+            if rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
+                self._time_step(batch, rows)
         if self.head is not None:
             for sequences in (1, 4):
                 self.length.drafting.saw(sequences, self.head.time_draft(min(sequences, self._sequences)))
+
+    def _time_step(self, batch: Batch, rows: int) -> None:
+        """The last of a few alike counts: a device prepares kernels, buffers and graphs for each size."""
+        seconds = 0.0
+        for _ in range(WARM_UP_REPEATS):
+            batch.clear()
+            batch.add(0, 0, [0] * rows, outputs=rows)
+            started = time.monotonic()
+            status = self._llama.decode(batch)
+            self._llama.synchronize()
+            seconds = time.monotonic() - started
+            self._llama.clear(0)
+            if status != 0:
+                log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", rows, status)
+                return
+        self.length.steps.saw(rows, seconds)
 
     def close(self) -> None:
         if self.head is not None:
@@ -99,8 +116,9 @@ class Speculation:
         drafts = self._drafter.propose(decoding, count)
         if self._equal_lengths:
             drafts = _filled(drafts, decoding)
+        self._drafting_s = None
         if drafts and not (self.head and self.head.fed_backlog):
-            self.length.drafting.saw(len(decoding), (time.monotonic() - started) / count)
+            self._drafting_s = (time.monotonic() - started) / count
         return drafts
 
     # --- after a step ---------------------------------------------------------------------------
@@ -112,7 +130,8 @@ class Speculation:
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
         """A step took so long; feeds what has piled up for the head meanwhile."""
         if all(row.draws and row.count == 1 + len(row.draft) for row in rows):
-            self.length.steps.saw(sum(row.count for row in rows), seconds)
+            self.length.stepped(sum(row.count for row in rows), seconds, self._drafting_s)
+        self._drafting_s = None
         if self.head is not None:
             self.head.feed_backlog([row.slot for row in rows])
 

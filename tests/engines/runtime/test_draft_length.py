@@ -1,0 +1,112 @@
+"""The choice of a draft's length, on simulated devices: tokens over simulated seconds, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from engines.runtime.draft_length import Acceptance, DraftLength, StepCosts
+
+LONGEST = 4
+STEPS = 4000
+
+
+def card(rows: int) -> float:
+    """A mixture of experts on a large card: cheap up to eight rows, then another kernel."""
+    return 0.0034 + 0.0007 * rows if rows <= 8 else 0.015 + 0.00045 * rows
+
+
+def memory_bound(rows: int) -> float:
+    """A dense model whose weights are read once for all rows."""
+    return 0.03 + 0.0005 * rows
+
+
+def compute_bound(rows: int) -> float:
+    """A CPU: every row costs as much as the first."""
+    return 0.002 + 0.012 * rows
+
+
+DEVICES = {"card": card, "memory": memory_bound, "compute": compute_bound}
+
+
+class Simulation:
+    """Sequences that decode for ever; a change of the step's shape costs two slow steps, as a rebuilt graph does."""
+
+    def __init__(self, cost: Callable[[int], float], streams: int, rate: float) -> None:
+        self.cost, self.streams, self.rate = cost, streams, rate
+        self.rng = random.Random(1)
+        self.seconds = self.tokens = 0.0
+        self._shape, self._slow = 0, 0
+
+    def step(self, length: int) -> tuple[float, float, list[int]]:
+        """Seconds of the step and of drafting one token, and how many tokens of each sequence's draft were right."""
+        rows = self.streams * (length + 1)
+        if rows != self._shape:
+            self._shape, self._slow = rows, 2
+        step_s = self.cost(rows) * self.rng.uniform(0.97, 1.06) + (0.008 if self._slow else 0)
+        self._slow = max(0, self._slow - 1)
+        drafting_s = 0.0006 + 0.0001 * self.streams
+        right = []
+        for _ in range(self.streams):
+            accepted = 0
+            while accepted < length and self.rng.random() < self.rate:
+                accepted += 1
+            right.append(accepted)
+        self.seconds += step_s + length * drafting_s
+        self.tokens += sum(right) + self.streams
+        return step_s, drafting_s, right
+
+
+def speed(cost: Callable[[int], float], streams: int, rate: float, length: int | None) -> float:
+    """Tokens per second with a fixed length, or with the chosen one (None)."""
+    simulation = Simulation(cost, streams, rate)
+    chooser = DraftLength(LONGEST)
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 24, 32):
+        chooser.steps.saw(rows, cost(rows))
+    chooser.drafting.saw(1, 0.0007)
+    acceptances = [Acceptance() for _ in range(streams)]
+    for step in range(STEPS):
+        if step % 500 == 499:  # answers end and others begin
+            acceptances = [Acceptance() for _ in range(streams)]
+        count = chooser.choose(acceptances, LONGEST) if length is None else length
+        step_s, drafting_s, right = simulation.step(count)
+        chooser.stepped(streams * (count + 1), step_s, drafting_s if count else None)
+        for acceptance, accepted in zip(acceptances, right, strict=True):
+            if count:
+                chooser.saw(acceptance, count, accepted)
+    return simulation.tokens / simulation.seconds
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.9, 0.7, 0.5, 0.2])
+@pytest.mark.parametrize("streams", [1, 8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_chosen_length_is_near_to_the_best_and_never_a_loss(device: str, streams: int, rate: float) -> None:
+    cost = DEVICES[device]
+    fixed = [speed(cost, streams, rate, length) for length in range(LONGEST + 1)]
+    chosen = speed(cost, streams, rate, None)
+    assert chosen >= 0.95 * max(fixed)
+    assert chosen >= 0.97 * fixed[0]
+
+
+def test_costs_lie_on_lines_between_what_was_measured() -> None:
+    costs = StepCosts()
+    assert costs.seconds(4) == 0
+    costs.saw(2, 0.010)
+    costs.saw(6, 0.018)
+    assert costs.seconds(4) == pytest.approx(0.014)
+    assert costs.seconds(10) == pytest.approx(0.026)
+    for _ in range(100):
+        costs.saw(6, 0.012)
+    assert costs.seconds(6) == pytest.approx(0.012, rel=0.01)
+    costs.saw(6, 5.0)  # a graph that was rebuilt
+    assert costs.seconds(6) < 0.015
+
+
+def test_a_generation_without_history_is_judged_by_the_others() -> None:
+    chooser = DraftLength(LONGEST)
+    for _ in range(300):
+        chooser.saw(Acceptance(), 1, 0)
+    assert chooser.prior < 0.05
+    assert Acceptance().rate(chooser.prior) == pytest.approx(chooser.prior)
