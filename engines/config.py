@@ -102,7 +102,7 @@ class EngineConfig:
     kv_block_tokens: int = 0
     digest_folder: str = ""
     speculation: str = "none"
-    draft_tokens: int = 3
+    draft_tokens: int = 2
     pooling: str = ""
     embedding_inputs: int = 32
     projector_path: str = ""

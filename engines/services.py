@@ -391,6 +391,7 @@ def _engine_task(engine: Engine) -> EngineTask:
         main_gpu=engine.gpu.index if on_cuda and engine.gpu is not None else 0,
         chat_template=engine.variant.model.chat_template,
         pooling=engine.variant.model.pooling,
+        speculation=engine.variant.model.speculation,
         max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,
         engine_id=engine.pk,
         **{f"default_{key}": value for key, value in asdict(defaults).items()},

@@ -58,7 +58,7 @@ class GpuAdmin(ReadOnlyAdmin):
 
 @admin.register(Model)
 class ModelAdminPage(ModelAdmin):
-    list_display = ["name", "display_name", "is_default", "pooling", "context_tokens", "created_at"]
+    list_display = ["name", "display_name", "is_default", "pooling", "speculation", "context_tokens", "created_at"]
     list_filter = ["is_default", "pooling"]
     search_fields = ["name", "display_name"]
     readonly_fields = ["name", "is_default", "context_tokens", "created_at"]
@@ -83,6 +83,7 @@ class ModelAdminPage(ModelAdmin):
             generation_defaults=obj.generation_defaults,
             chat_template=obj.chat_template,
             pooling=obj.pooling,
+            speculation=obj.speculation,
         )
 
 

@@ -13,6 +13,15 @@ class GpuKind(models.TextChoices):
     CUDA = "cuda", "CUDA"
 
 
+class Speculation(models.TextChoices):
+    """Who drafts tokens that a step then verifies; how many, and whether at all, is chosen by what pays."""
+
+    NONE = "none", "nobody"
+    MTP = "mtp", "the model's own draft head"
+    LOOKUP = "lookup", "what followed earlier in the text"
+    AUTO = "auto", "the head if there is one, else lookup"
+
+
 class Pooling(models.TextChoices):
     """What an engine makes of a model's last layer. The names are llama.cpp's."""
 

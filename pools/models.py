@@ -6,7 +6,7 @@ from django.core.exceptions import ValidationError
 from django.db import models
 
 from pools.chat_template import MAX_TEMPLATE_CHARS, TemplateUnreadable, template_abilities
-from pools.choices import GpuKind, HostState, Pooling
+from pools.choices import GpuKind, HostState, Pooling, Speculation
 from pools.generation_defaults import GenerationDefaults
 
 
@@ -98,6 +98,12 @@ class Model(models.Model):
         default=Pooling.NONE,
         choices=Pooling.choices,
         help_text="What its engines do: generate text, or embed or score what they are given. Read at an engine's start.",
+    )
+    speculation = models.CharField(
+        max_length=8,
+        default=Speculation.NONE,
+        choices=Speculation.choices,
+        help_text="Who drafts tokens for its engines. On a hybrid model drafts take memory. Read at an engine's start.",
     )
     created_at = models.DateTimeField(auto_now_add=True)
 

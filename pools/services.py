@@ -10,7 +10,7 @@ from django.db.models import F
 from django.utils import timezone
 
 from pools.chat_template import TemplateUnreadable, template_abilities
-from pools.choices import HostState, Pooling
+from pools.choices import HostState, Pooling, Speculation
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader
@@ -174,6 +174,7 @@ def register_gguf(
                 "context_tokens": context_train_tokens,
                 "generation_defaults": (defaults or GenerationDefaults()).as_dict(),
                 "pooling": header.pooling,
+                "speculation": Speculation.AUTO if header.nextn_layers else Speculation.NONE,
             },
         )
         variant, _ = Variant.objects.update_or_create(model=model, content_digest=content_digest, defaults=values)
@@ -201,10 +202,11 @@ def change_model(
     generation_defaults: dict[str, Any],
     chat_template: str,
     pooling: str,
+    speculation: str,
 ) -> bool:
     """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
 
-    Raises ValueError for defaults that cannot be used, an unknown pooling, or a template that cannot be read.
+    Raises ValueError for defaults that cannot be used, an unknown pooling or speculation, or a template that cannot be read.
     """
     if chat_template:
         template_abilities(chat_template)
@@ -213,6 +215,7 @@ def change_model(
         "generation_defaults": GenerationDefaults.from_dict(generation_defaults).as_dict(),
         "chat_template": chat_template,
         "pooling": Pooling(pooling),
+        "speculation": Speculation(speculation),
     }
     with transaction.atomic():
         changed = Model.objects.filter(pk=model_id).update(**values)

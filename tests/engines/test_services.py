@@ -194,8 +194,14 @@ def test_a_command_without_a_broker_is_written_all_the_same(
 def test_an_engine_is_told_its_models_template_and_pooling(engine: Engine) -> None:
     model = engine.variant.model
     assert pools.change_model(
-        model.pk, display_name="", generation_defaults={}, chat_template="{{ messages }}", pooling="cls"
+        model.pk,
+        display_name="",
+        generation_defaults={},
+        chat_template="{{ messages }}",
+        pooling="cls",
+        speculation="lookup",
     )
     task = services.engine_task(engine.pk)
     assert task is not None
-    assert (task.config.chat_template, task.config.pooling) == ("{{ messages }}", "cls")
+    told = (task.config.chat_template, task.config.pooling, task.config.speculation)
+    assert told == ("{{ messages }}", "cls", "lookup")

@@ -135,13 +135,24 @@ def test_a_template_and_a_pooling_of_the_owners_win_over_the_files(
 ) -> None:
     add_model(tiny_model("llama").path, tmp_path)
     model = Model.objects.get()
-    changes = {"display_name": "Tiny", "generation_defaults": {}, "chat_template": "", "pooling": ""}
+    changes = {
+        "display_name": "Tiny",
+        "generation_defaults": {},
+        "chat_template": "",
+        "pooling": "",
+        "speculation": "none",
+    }
     assert services.change_model(model.pk, **{**changes, "chat_template": "{{ tools }}"})
     assert services.model_views()[0].capabilities == ("completion", "tools")
     assert services.change_model(model.pk, **{**changes, "pooling": "last"})
     assert services.model_views()[0].capabilities == ("embedding",)
-    for wrong in ({"chat_template": "{% if"}, {"pooling": "max"}, {"generation_defaults": {"top_p": 2}}):
-        with pytest.raises(ValueError, match=r"Line 1|max|top_p"):
+    for wrong in (
+        {"chat_template": "{% if"},
+        {"pooling": "max"},
+        {"speculation": "always"},
+        {"generation_defaults": {"top_p": 2}},
+    ):
+        with pytest.raises(ValueError, match=r"Line 1|max|always|top_p"):
             services.change_model(model.pk, **{**changes, **wrong})
     # What an owner chose stays when the file is registered again.
     add_model(tiny_model("llama").path, tmp_path)
