@@ -1,8 +1,10 @@
 """`python -m bench kv`: a slot's state out of one engine until a second process can read every proved block, and into an engine
 there, against copying the same bytes in the same round; and what a stream beside it feels.
 
-Blocks pass through tmpfs, each with a 128-bit checksum that the other process computes again; `--proof blake3` takes the
-digest that names blocks beyond a host. The state is made up (finite random rows), so that a gigabyte takes no prefill.
+Blocks pass through tmpfs, each with a 128-bit checksum that is made when it is written and looked at when it is taken in, as a
+store does; "reread" is the export with the other process computing every checksum again before the next block counts.
+`--proof blake3` takes the digest that names blocks beyond a host. The state is made up (finite random rows), so that a
+gigabyte takes no prefill.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,14 +34,14 @@ from bench.servers import compute_threads, model_path
 from bench.vocabulary import ROOT
 from engines.config import EngineConfig
 from engines.runtime.__main__ import SWITCH_INTERVAL_S
-from engines.runtime.arena import Arena
+from engines.runtime.arena import Arena, Buffer
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_export import ExportedPiece
+from engines.runtime.state_export import ExportedPiece, ExportedState
 from engines.runtime.state_forms import Proof, checksum_of, digest_of
 from engines.runtime.state_layout import HEADER_BYTES, MAGIC, TENSOR_HEAD_BYTES, Bytes, StateLayout
 from engines.runtime.state_snapshot import Manifest
@@ -47,7 +50,7 @@ from engines.runtime.state_transfer import arrive
 PROOFS: dict[str, Proof] = {"xxh3": checksum_of, "blake3": digest_of}
 NEIGHBOUR_TOKENS = 300
 POOL_BYTES = 1 << 20
-UNPROVED_BLOCKS = 1
+UNSEEN_BLOCKS = 1
 # One block on the channel to the other process: where it lies, how long it is, its proof. A size of 0 ends the list.
 PLACE = struct.Struct("<QQ32s")
 _READY_TIMEOUT_S = 120.0
@@ -59,6 +62,7 @@ class Round:
 
     state_bytes: int
     export_s: float
+    reread_s: float
     import_s: float
     copy_s: float
     import_copy_s: float
@@ -77,16 +81,20 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine's process does
     rows, answers = [], []
     for block_tokens in (int(text) for text in options.blocks.split(",")):
-        found = uvloop.run(_measure(options, block_tokens))
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine's process does
+        try:
+            found = uvloop.run(_measure(options, block_tokens))
+        finally:
+            sys.setswitchinterval(usual_s)
         rows.append([str(found["block_tokens"]), *(f"{found[key]:.2f}" for key in list(found)[1:])])
         answers.append(found)
     columns = ["tokens a block", *(key.replace("_", " ") for key in list(answers[0])[1:])]
     print_table(f"State in blocks, proved by {options.proof}", columns, rows)
     first = answers[0]
-    keys = ("export_vs_copy", "import_vs_copy", "neighbour_p99_ratio")
+    keys = ("export_vs_copy", "import_vs_copy", "neighbour_p99_ratio", "reread_vs_copy")
     return {**{key: round(first[key], 3) for key in keys}, "proof": options.proof, "blocks": answers}
 
 
@@ -96,11 +104,11 @@ async def _measure(options: argparse.Namespace, block_tokens: int) -> dict[str, 
         path, "bench", slots=2, threads=options.threads, gpu_layers=options.gpu_layers, kv_block_tokens=block_tokens,
         put_away_idle=False, host_cache_bytes=0, log_level="WARNING",
     )  # fmt: skip
-    async with _engine(replace(config, context_tokens=512)) as (core, _):
+    async with engine(replace(config, context_tokens=512)) as (core, _):
         token_bytes = _layout(core).attention.token_bytes
     tokens = max(256, options.state_mb * 1_000_000 // token_bytes)
     config = replace(config, context_tokens=tokens, cache_tokens=tokens + 2 * NEIGHBOUR_TOKENS + 512)
-    async with _engine(config) as (core, desk):
+    async with engine(config) as (core, desk):
         await _forge(core, tokens)
         with OtherProcess(config, options.proof) as other:
             rounds = [await _round(desk, other, PROOFS[options.proof]) for _ in range(options.rounds + 1)][1:]
@@ -112,6 +120,7 @@ async def _measure(options: argparse.Namespace, block_tokens: int) -> dict[str, 
     return {
         "block_tokens": used,
         "export_vs_copy": median([r.copy_s / r.export_s for r in rounds]) or 0.0,
+        "reread_vs_copy": median([r.copy_s / r.reread_s for r in rounds]) or 0.0,
         "import_vs_copy": median([r.import_copy_s / r.import_s for r in rounds]) or 0.0,
         "neighbour_p99_ratio": ratio,
         "export_gb_s": size / 1e9 / (median([r.export_s for r in rounds]) or 1),
@@ -125,7 +134,7 @@ async def _measure(options: argparse.Namespace, block_tokens: int) -> dict[str, 
 
 
 @asynccontextmanager
-async def _engine(config: EngineConfig) -> AsyncIterator[tuple[EngineCore, StateDesk]]:
+async def engine(config: EngineConfig) -> AsyncIterator[tuple[EngineCore, StateDesk]]:
     core = EngineCore(config, compute_threads(config.threads), asyncio.get_running_loop(), EngineMetrics())
     desk = StateDesk(core)
     core.start()
@@ -193,24 +202,28 @@ async def _round(desk: StateDesk, other: OtherProcess, prove: Proof) -> Round:
     async with await desk.export(0) as state:
         size = state.manifest.total_bytes
         copy_s = copy_seconds(size)
-        arena = state.arena
-        assert arena.path is not None
-        other.begin(b"V", {"path": str(arena.path)})
-        began = time.perf_counter()
-        kept = []
-        async for exported in state.pieces(prove):
-            other.send(PLACE.pack(exported.buffer.offset, exported.data.nbytes, exported.proof))
-            kept.append(exported.buffer)
-            for done in kept[: await other.proved()]:
-                done.free()
-            del kept[: other.just_proved]
-        other.send(PLACE.pack(0, 0, b""))
-        await other.all_proved()
-        export_s = time.perf_counter() - began
-        for buffer in kept:
-            buffer.free()
+        export_s = await _exported(state, other, prove, reread=False)
+        reread_s = await _exported(state, other, prove, reread=True)
         import_s, import_copy_s = await _imported(state.manifest, state.pieces(prove), other)
-    return Round(size, export_s, import_s, copy_s, import_copy_s)
+    return Round(size, export_s, reread_s, import_s, copy_s, import_copy_s)
+
+
+async def _exported(state: ExportedState, other: OtherProcess, prove: Proof, *, reread: bool) -> float:
+    """Seconds until the other process has seen every block, of which a few are on their way at a time."""
+    other.begin(b"V", {"path": str(state.arena.path), "reread": reread})
+    began = time.perf_counter()
+    kept: deque[Buffer] = deque()
+    async for exported in state.pieces(prove):
+        other.send(PLACE.pack(exported.buffer.offset, exported.data.nbytes, exported.proof))
+        kept.append(exported.buffer)
+        for _ in range(await other.seen()):
+            kept.popleft().free()
+    other.send(PLACE.pack(0, 0, b""))
+    await other.all_seen()
+    elapsed_s = time.perf_counter() - began
+    for buffer in kept:
+        buffer.free()
+    return elapsed_s
 
 
 async def _imported(
@@ -297,8 +310,7 @@ class OtherProcess:
     """`python -m bench.kv_peer` at the other end of a socket."""
 
     def __init__(self, config: EngineConfig, proof: str) -> None:
-        self.just_proved = 0
-        self._sent = self._proved = 0
+        self._sent = self._seen = 0
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "bench.kv_peer", str(theirs.fileno()), proof]
         self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), cwd=ROOT, stdin=subprocess.PIPE)
@@ -327,7 +339,7 @@ class OtherProcess:
         self._socket.setblocking(True)
         self._socket.sendall(command + len(raw).to_bytes(8, "little") + raw)
         self._socket.setblocking(command != b"V")
-        self._sent = self._proved = 0
+        self._sent = self._seen = 0
 
     def ask(self, command: bytes, order: dict[str, Any]) -> dict[str, Any]:
         self.begin(command, order)
@@ -338,20 +350,17 @@ class OtherProcess:
         self._socket.sendall(place)
         self._sent += 1
 
-    async def proved(self) -> int:
-        """How many more places were proved; waits for one when many are on their way."""
-        self.just_proved = 0
-        if self._sent - self._proved > UNPROVED_BLOCKS:
-            await self._count()
-        return self.just_proved
+    async def seen(self) -> int:
+        """How many more blocks the other process has seen; waits for one when several are on their way."""
+        return await self._count() if self._sent - self._seen > UNSEEN_BLOCKS else 0
 
-    async def all_proved(self) -> None:
-        while self._proved < self._sent - 1:
+    async def all_seen(self) -> None:
+        while self._seen < self._sent - 1:
             await self._count()
 
-    async def _count(self) -> None:
+    async def _count(self) -> int:
         answers = await asyncio.get_running_loop().sock_recv(self._socket, 64)
         if not answers or answers.strip(b"+"):
             raise BenchError("the other process found a damaged block, or ended")
-        self.just_proved += len(answers)
-        self._proved += len(answers)
+        self._seen += len(answers)
+        return len(answers)

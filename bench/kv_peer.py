@@ -7,20 +7,22 @@ import json
 import mmap
 import os
 import socket
+import struct
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import uvloop
 
-from bench.kv import PLACE, PROOFS, _engine, copy_seconds
+from bench.kv import PLACE, PROOFS, copy_seconds, engine
 from engines.config import EngineConfig
 from engines.runtime.__main__ import SWITCH_INTERVAL_S
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_forms import Proof
-from engines.runtime.state_layout import Bytes
+from engines.runtime.state_layout import MAGIC, Bytes
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
 
@@ -46,13 +48,16 @@ class SharedPieces:
         return Delivery(piece, self._memory[offset : offset + size], lambda: None, bytes.fromhex(proof), self._prove)
 
 
-def prove_blocks(channel: socket.socket, memory: Bytes, prove: Proof) -> None:
+def see_blocks(channel: socket.socket, memory: Bytes, prove: Proof, *, reread: bool) -> None:
+    """Answers each block with +, or with - if it is not there or has another proof."""
     while True:
         offset, size, proof = PLACE.unpack(channel.recv(PLACE.size, socket.MSG_WAITALL))
         if not size:
             return
-        found = prove(memory[offset : offset + size].data)
-        channel.sendall(b"+" if found == proof[: len(found)] else b"-")
+        block = memory[offset : offset + size]
+        there = struct.unpack_from("<I", block.data)[0] == MAGIC
+        there &= not reread or proof.startswith(prove(block.data))
+        channel.sendall(b"+" if there else b"-")
 
 
 async def take_in(desk: StateDesk, order: dict[str, Any], prove: Proof) -> dict[str, float]:
@@ -67,7 +72,7 @@ async def take_in(desk: StateDesk, order: dict[str, Any], prove: Proof) -> dict[
 async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None:
     prove = PROOFS[proof]
     seen: dict[str, Bytes] = {}
-    async with _engine(config) as (_, desk):
+    async with engine(config) as (_, desk):
         await desk.meta(0)
         channel.sendall(b"R")
         while command := await asyncio.to_thread(channel.recv, 1):
@@ -77,7 +82,7 @@ async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None
                 path = order["path"]
                 if path not in seen:
                     seen[path] = mapped(path)
-                await asyncio.to_thread(prove_blocks, channel, seen[path], prove)
+                await asyncio.to_thread(partial(see_blocks, channel, seen[path], prove, reread=order["reread"]))
             else:
                 answer = json.dumps(await take_in(desk, order, prove)).encode()
                 channel.sendall(len(answer).to_bytes(8, "little") + answer)

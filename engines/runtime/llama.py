@@ -25,6 +25,12 @@ from engines.runtime.long_runs import BLOCK_CHARS, cut_long_runs
 from engines.runtime.memory import LoadWatch, MemoryReport
 from engines.runtime.placement import place
 
+# Calls of a few microseconds that keep the interpreter: to get it back from a busy event loop takes longer than they do.
+_KEEPING = ctypes.PyDLL("libllama", handle=llama_cpp.llama_cpp._lib._handle)
+_seq_cp, _seq_rm = _KEEPING.llama_memory_seq_cp, _KEEPING.llama_memory_seq_rm
+_seq_cp.argtypes, _seq_cp.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 4], None
+_seq_rm.argtypes, _seq_rm.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 3], ctypes.c_bool
+
 
 class Vocabulary:
     """Tokens of a loaded model. Read-only, so any thread may use it; all pieces are kept as bytes."""
@@ -261,7 +267,7 @@ class Llama:
     def share_range(self, source: int, target: int, start: int, end: int) -> None:
         """Lets `target` hold positions [start, end) of `source` too, in a unified cache without a copy. A recurrent state has
         no positions: `target` then shares the source's as it is now, and none where the source is empty."""
-        llama_cpp.llama_memory_seq_cp(self.memory, source, target, start, end)
+        _seq_cp(self.memory, source, target, start, end)
 
     def part_bytes(self, seq: int) -> int:
         """Size of what `export_into(…, partial=True)` writes."""
@@ -308,7 +314,7 @@ class Llama:
 
     def clear(self, seq: int) -> None:
         """Empties `seq` wholly, which never fails and also drops a recurrent state."""
-        llama_cpp.llama_memory_seq_rm(self.memory, seq, -1, -1)
+        _seq_rm(self.memory, seq, -1, -1)
 
     def first_position(self, seq: int) -> int:
         """The lowest position still held in every layer, -1 when empty; above 0 behind a sliding window."""

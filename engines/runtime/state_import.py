@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator
+from functools import partial
 from typing import Protocol
 
 from engines.errors import DeadlineExceeded, StateInvalid
@@ -64,23 +65,24 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
     """Takes all pieces in. Returns or raises only after nothing is under way any more; the first failure counts."""
     lane = dock.lane()
     under_way: deque[tuple[StatePiece, asyncio.Future[None]]] = deque()
+    entering: asyncio.Future[None]
     try:
         for piece in pieces:
             while under_way and (under_way[0][1].done() or not _has_room(under_way, piece)):
-                await under_way[0][1]
+                await to_its_end(under_way[0][1])
                 under_way.popleft()
             delivery = await source.deliver(piece)
             if delivery.prove is checksum_of:
                 # Looked at on the core's thread, which then finds the bytes in its cache.
-                entering = lane.submit(lambda cache, delivery=delivery: _enter(dock, arrival, delivery, cache))
-                entering.add_done_callback(lambda _, delivery=delivery: delivery.free())
+                entering = lane.submit(partial(_enter, dock, arrival, delivery))
+                entering.add_done_callback(partial(_free, delivery))
             else:
                 # The digest takes longer than a slice may, so a thread looks at it; pieces queue up behind each other.
                 before = under_way[-1][1] if under_way else None
                 entering = asyncio.ensure_future(_enter_digested(dock, lane, arrival, delivery, before))
             under_way.append((piece, entering))
         while under_way:
-            await under_way[0][1]
+            await to_its_end(under_way[0][1])
             under_way.popleft()
     finally:
         for _, entering in under_way:
@@ -99,6 +101,10 @@ def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache)
     """On the core's thread."""
     delivery.check()
     arrival.piece(cache, dock.codec, delivery.piece, delivery.data)
+
+
+def _free(delivery: Delivery, _entered: object) -> None:
+    delivery.free()
 
 
 async def _enter_digested(

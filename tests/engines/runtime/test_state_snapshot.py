@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.config import EngineConfig
 from engines.errors import StateInvalid
 from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.llama import Llama
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.sampler import SamplingParams
+from engines.runtime.sampler import Sampler, SamplingParams
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_snapshot import GenerationState, Manifest, StatePiece, captured, resumed
 from tests.engines.runtime.test_core import finished, generation, prompt_of
@@ -111,10 +113,6 @@ def test_a_manifest_that_is_no_json_or_claims_too_much_is_refused() -> None:
 
 
 def test_skipping_draws_is_drawing(tiny_model: Callable[..., SyntheticModel]) -> None:
-    from engines.config import EngineConfig
-    from engines.runtime.llama import Llama
-    from engines.runtime.sampler import Sampler
-
     llama = Llama(EngineConfig(str(tiny_model("llama").path), "tiny", context_tokens=64), 1, lambda share: None)
     try:
         row = np.random.default_rng(0).standard_normal(512, dtype=np.float32)

@@ -1,0 +1,30 @@
+"""`python -m bench kv` on a small state: two processes, every block proved, one line of JSON at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from bench.__main__ import main
+from tests.synthetic_gguf import SyntheticModel
+
+
+def test_states_are_measured_against_copies(
+    tiny_model: Callable[..., SyntheticModel], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny_model("llama").path
+    options = ["--model", str(path), "--state-mb", "1", "--rounds", "1", "--blocks", "64", "--threads", "1"]
+    assert main(["kv", *options]) == 0
+    printed = json.loads(capfd.readouterr().out.strip().splitlines()[-1])
+    assert {"export_vs_copy", "import_vs_copy", "neighbour_p99_ratio"} <= set(printed)
+    assert all(printed[key] > 0 for key in ("export_vs_copy", "import_vs_copy", "neighbour_p99_ratio"))
+    assert printed["blocks"][0]["block_tokens"] == 64
+
+
+def test_a_model_with_recurrent_state_is_refused_with_the_reason(
+    tiny_model: Callable[..., SyntheticModel], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kv", "--model", str(tiny_model("qwen35").path), "--state-mb", "1", "--blocks", "64"]) == 1
+    assert "recurrent state" in capfd.readouterr().err
