@@ -12,7 +12,9 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from engines.api_constraint import ConstraintSpec
 from engines.errors import StateInvalid
+from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.llama import Llama
 from engines.runtime.sampler import Sampler, SamplingParams
@@ -47,7 +49,7 @@ class GenerationState:
 
     The drawing of tokens goes on with `draws` more numbers used up from the seed's row; XTC alone takes numbers of its own at
     times, and goes on with others. `held_text` was drawn and not sent: it may begin a stop string or end inside a character.
-    A constraint's standing is found again by replaying the tokens behind the prompt.
+    A constraint's place is found again by replaying the tokens behind the prompt. A thinking budget does not travel.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class GenerationState:
     cached_tokens: int = 0
     owner: str = ""
     priority: int = 0
+    constraint: ConstraintSpec | None = None
     queue_s: float = 0.0
     prompt_s: float = 0.0
     decode_s: float = 0.0
@@ -147,16 +150,20 @@ def captured(generation: Generation) -> GenerationState:
         cached_tokens=generation.cached_tokens,
         owner=generation.owner,
         priority=generation.priority,
+        constraint=generation.constraint.spec if generation.constraint else None,
         queue_s=stats.queue_s,
         prompt_s=stats.prompt_s,
         decode_s=stats.decode_s,
     )
 
 
-def resumed(manifest: Manifest, llama: Llama, mailbox: Mailbox, deadline_at: float) -> Generation:
+def resumed(
+    manifest: Manifest, llama: Llama, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
+) -> Generation:
     """The generation that goes on where `captured` left it; on the core's thread. Its next piece carries no token twice.
 
-    Raises StateInvalid when the manifest carries none.
+    Raises StateInvalid when the manifest carries none, InvalidRequest or ConstraintFailed for a constraint that this engine
+    cannot follow.
     """
     state = manifest.generation
     if state is None:
@@ -176,13 +183,16 @@ def resumed(manifest: Manifest, llama: Llama, mailbox: Mailbox, deadline_at: flo
     )
     generation.tokens = tokens
     generation.unposted()
+    if state.constraint is not None:
+        generation.constraint = compiler.compile(state.constraint)
+        generation.constraint.replay(tokens[state.prompt_tokens :])
     generation.cached_tokens = state.cached_tokens
     generation.text.resume(state.held_text, state.sent_bytes)
     now = time.monotonic()
     generation.first_token_at = now - state.decode_s if generation.new_tokens else None
     generation.started_at = now - state.decode_s - state.prompt_s
     generation.queued_at = generation.started_at - state.queue_s
-    generation.sampler = Sampler(state.params, llama)
+    generation.sampler = Sampler(state.params, llama, generation.constraint)
     generation.sampler.see_prompt(tokens)
     generation.sampler.skip(state.draws)
     return generation

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engines.api_constraint import ConstraintSpec, constraint_spec
+from engines.api_schema import ChatRequest
 from engines.config import EngineConfig
 from engines.errors import StateInvalid
+from engines.runtime.constraint import Constraint, ConstraintCompiler
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.llama import Llama
 from engines.runtime.prefix import PrefixCache
@@ -27,19 +30,34 @@ SAMPLED = SamplingParams(temperature=1.2, top_k=30, seed=77, repeat_penalty=1.3,
 PENALTY_FREE = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, logit_bias=((7, float("-inf")),))
 
 
-@pytest.mark.parametrize("params", [SAMPLED, PENALTY_FREE, SamplingParams(temperature=0)])
+def form_of(pattern: str) -> ConstraintSpec:
+    body = {"messages": [{"role": "user", "content": "x"}], "regex": pattern}
+    spec = constraint_spec(ChatRequest.model_validate(body), None)
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("params", "pattern"),
+    [(SAMPLED, ""), (PENALTY_FREE, ""), (SamplingParams(temperature=0), ""), (SAMPLED, "([a-z]{3}[0-9]{2}){40}")],
+)
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
 async def test_a_running_generation_goes_on_elsewhere(
-    tiny_model: Callable[..., SyntheticModel], architecture: str, params: SamplingParams
+    tiny_model: Callable[..., SyntheticModel], architecture: str, params: SamplingParams, pattern: str
 ) -> None:
     """The undisturbed run is the answer; stop strings hold text back on the way, and the model writes what is no text too."""
     model = tiny_model(architecture)
     fields: dict[str, Any] = {"params": params, "stops": ("\x00\x00\x00 never", "zzzzzzzz")}
     async with two(model, slots=2) as (a, b):
-        alone = generation(prompt_of(model, 60), 80, **fields)
+        compilers = {core: ConstraintCompiler(core.loaded.vocabulary) for core in (a, b)}
+
+        def form() -> Constraint | None:
+            return compilers[a].compile(form_of(pattern)) if pattern else None
+
+        alone = generation(prompt_of(model, 60), 80, constraint=form(), **fields)
         a.submit(alone)
         whole = await finished(alone)
-        work = generation(prompt_of(model, 60), 80, reuse_prefix=False, **fields)
+        work = generation(prompt_of(model, 60), 80, reuse_prefix=False, constraint=form(), **fields)
         a.submit(work)
         sent = ""
         while len(work.tokens) < 85:
@@ -58,7 +76,8 @@ async def test_a_running_generation_goes_on_elsewhere(
 
         def go_on(cache: PrefixCache, codec: StateCodec) -> Generation:
             import_all(codec, cache.slots[0].sequence, pieces)
-            return resumed(manifest, cache.slots[0].sequence.llama, Mailbox(), time.monotonic() + 60)
+            llama = cache.slots[0].sequence.llama
+            return resumed(manifest, llama, compilers[b], Mailbox(), time.monotonic() + 60)
 
         moved = await done(b, go_on)
         assert moved.tokens == manifest.all_tokens
