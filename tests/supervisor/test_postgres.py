@@ -60,14 +60,14 @@ def crash(home: Home, *, server_too: bool = True) -> ProcessRecord:
 def test_it_starts_and_stops_in_a_closed_home_and_leaves_no_trace(new_home: Home) -> None:
     parents = (new_home.root.parent, new_home.root.parent.parent)
     before = modes(*parents)
-    shared_memory = sorted(Path("/dev/shm").iterdir())
+    shared_memory = sorted(Path("/dev/shm").glob("PostgreSQL.*"))
     with embedded_servers(new_home.root) as services:
         assert str(read(services.database_url, "SHOW server_version")).startswith("18.")
         assert read(services.database_url, "SHOW fsync") == "on"
-        assert sorted(Path("/dev/shm").iterdir()) == shared_memory
+        assert sorted(Path("/dev/shm").glob("PostgreSQL.*")) == shared_memory
     assert modes(*parents) == before
     assert stat.S_IMODE(new_home.root.stat().st_mode) == 0o700
-    assert sorted(Path("/dev/shm").iterdir()) == shared_memory
+    assert sorted(Path("/dev/shm").glob("PostgreSQL.*")) == shared_memory
     assert processes_of(new_home) == []
     assert list(new_home.run_dir.iterdir()) == []
 
