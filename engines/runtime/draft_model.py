@@ -42,6 +42,15 @@ class DraftBatch(Batch):
         self.hidden[row] = 0 if hidden is None else hidden
         return row
 
+    def one_each(
+        self, seqs: list[int], positions: list[int], tokens: NDArray[np.int32], hidden: NDArray[np.float32]
+    ) -> None:
+        """Holds one row of each sequence instead of what it held; `hidden` has their shape (count, embedding)."""
+        self.clear()
+        self.count = self.outputs = self.native.n_tokens = count = len(seqs)
+        self._seq[:count], self._pos[:count], self._token[:count], self._output[:count] = seqs, positions, tokens, 1
+        self.hidden[:count] = hidden
+
 
 class DraftModel:
     """Drafts the likeliest continuation of many sequences at once. Raises ModelLoadFailed where no context can be made."""
@@ -97,25 +106,28 @@ class DraftModel:
         for slot in slots:
             if not self._is_near(slot):
                 return {}
+        tokens = np.empty((count, len(slots)), dtype=np.int32)
         self._batch.clear()
-        places = {slot: self._add_unfed(slot) for slot in slots}
-        drafts: dict[Slot, list[int]] = {slot: [] for slot in slots}
+        rows = [self._add_unfed(slot) for slot in slots]
         for step in range(count):
             if self._decode() != 0:
                 return {}
-            found = {slot: (self._likeliest(row), self._hidden(row)) for slot, row in places.items()}
+            tokens[step] = [self._likeliest(row) for row in rows]
             if step == 0:
                 self._note_fed(slots)
-            for slot, (token, _) in found.items():
-                drafts[slot].append(token)
             if step + 1 < count:
-                self._batch.clear()
-                for slot, (token, hidden) in found.items():
-                    position = len(slot.sequence) + 1 + step
-                    places[slot] = self._batch.add_row(slot.sequence.index, position, token, hidden, output=True)
+                sequences = [slot.sequence for slot in slots]
+                hidden = self._hidden(len(slots))
+                self._batch.one_each(
+                    [sequence.index for sequence in sequences],
+                    [len(sequence) + 1 + step for sequence in sequences],
+                    tokens[step],
+                    hidden,
+                )
+                rows = list(range(len(slots)))
         for slot in slots:
             self.forget(slot.sequence.index, len(slot.sequence) + 1)
-        return {slot: tuple(tokens) for slot, tokens in drafts.items()}
+        return {slot: tuple(tokens[:, place].tolist()) for place, slot in enumerate(slots)}
 
     def _is_near(self, slot: Slot) -> bool:
         """Feeds a sequence up to its last few rows. False where it cannot draft, as its last hidden row was never seen."""
@@ -174,10 +186,10 @@ class DraftModel:
         logits = llama_cpp.llama_get_logits_ith(self._context, row)
         return int(float_view(logits, self._llama.vocabulary.size).argmax())
 
-    def _hidden(self, row: int) -> NDArray[np.float32]:
-        return float_view(
-            llama_cpp_ext.llama_get_embeddings_nextn_ith(self._context, row), self.embedding_length
-        ).copy()
+    def _hidden(self, count: int) -> NDArray[np.float32]:
+        """Hidden rows of the `count` rows with results, in their order, shape (count, embedding); valid until the next decode."""
+        pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
+        return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
 
     def time_draft(self, sequences: int) -> float:
         """Seconds that one drafted token of each of the first `sequences` sequences takes; they must be empty."""
