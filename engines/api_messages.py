@@ -1,10 +1,11 @@
 """Anthropic's Messages API: the request body, and its translation to the engine's own chat request.
 
-Blocks and options that need something the engine does not have (images, documents, server tools) are refused by name.
+Blocks and options that need something the engine does not have (documents, server tools) are refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -22,6 +23,21 @@ class TextBlock(BaseModel):
     model_config = _STRICT
     type: Literal["text"]
     text: str
+
+
+class ImageSource(BaseModel):
+    """An image's bytes. Addresses and files (`url`, `file`) are refused by their type: the engine fetches nothing."""
+
+    model_config = _STRICT
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(BaseModel):
+    model_config = _STRICT
+    type: Literal["image"]
+    source: ImageSource
 
 
 class ThinkingBlock(BaseModel):
@@ -55,11 +71,12 @@ class ToolResultBlock(BaseModel):
     model_config = _STRICT
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]] | None = None
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -182,23 +199,37 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content or [])
 
 
+def _content(shown: str | Sequence[TextBlock | ImageBlock] | None) -> str | list[dict[str, Any]]:
+    """Blocks as a chat's content: one text, or where there are images a list of parts."""
+    if shown is None or isinstance(shown, str):
+        return shown or ""
+    if not any(isinstance(block, ImageBlock) for block in shown):
+        return "\n".join(block.text for block in shown if isinstance(block, TextBlock))
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextBlock)
+        else {"type": "image_url", "image_url": f"data:{block.source.media_type};base64,{block.source.data}"}
+        for block in shown
+    ]
+
+
 def _messages(turn: Turn) -> list[dict[str, Any]]:
     """A turn's messages: results of tools come before what the user says beside them."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if isinstance(block, ToolResultBlock)]
     messages: list[dict[str, Any]] = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)} for block in results
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _content(block.content)} for block in results
     ]
-    texts = [block for block in turn.content if isinstance(block, TextBlock)]
+    shown = [block for block in turn.content if isinstance(block, TextBlock | ImageBlock)]
     if turn.role == "assistant":
-        messages.append(_assistant(turn.content, _text(texts) if texts else None))
-    elif texts or not results:
-        messages.append({"role": turn.role, "content": _text(texts)})
+        messages.append(_assistant(turn.content, _content(shown) if shown else None))
+    elif shown or not results:
+        messages.append({"role": turn.role, "content": _content(shown)})
     return messages
 
 
-def _assistant(blocks: list[Block], text: str | None) -> dict[str, Any]:
+def _assistant(blocks: list[Block], text: str | list[dict[str, Any]] | None) -> dict[str, Any]:
     calls = [
         {
             "id": block.id,

@@ -22,7 +22,7 @@ MAX_METADATA = 16
 
 
 class TextContent(BaseModel):
-    """Text in a message, whoever wrote it. Images and files are refused by their type."""
+    """Text in a message, whoever wrote it. Files are refused by their type."""
 
     model_config = _STRICT
     type: Literal["input_text", "output_text", "text"]
@@ -35,7 +35,16 @@ class RefusalContent(BaseModel):
     refusal: str
 
 
-Content = str | Annotated[list[TextContent | RefusalContent], Field(max_length=MAX_PARTS)]
+class ImageContent(BaseModel):
+    """An image as a data: URI. Uploaded files are refused: nothing is stored here."""
+
+    model_config = _STRICT
+    type: Literal["input_image"]
+    image_url: str
+    detail: str | None = None
+
+
+Content = str | Annotated[list[TextContent | RefusalContent | ImageContent], Field(max_length=MAX_PARTS)]
 
 
 class MessageItem(BaseModel):
@@ -245,10 +254,10 @@ def _joined(items: list[Item]) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None
     for item in items:
         if isinstance(item, FunctionOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
             turn = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _content(item.content)})
             turn = None
         else:
             if turn is None or not _can_take(turn, item):
@@ -273,16 +282,26 @@ def _put(turn: dict[str, Any], item: MessageItem | FunctionCallItem | ReasoningI
     if isinstance(item, ReasoningItem):
         turn["reasoning_content"] = item.thoughts
     elif isinstance(item, MessageItem):
-        turn["content"] = _text(item.content)
+        turn["content"] = _content(item.content)
     else:
         function = {"name": item.name, "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
-def _text(content: Content) -> str:
+def _content(content: Content) -> str | list[dict[str, Any]]:
+    """One text, or where there are images a list of parts."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.text if isinstance(part, TextContent) else part.refusal for part in content)
+    parts = [_part(part) for part in content]
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: TextContent | RefusalContent | ImageContent) -> dict[str, Any]:
+    if isinstance(part, ImageContent):
+        return {"type": "image_url", "image_url": part.image_url}
+    return {"type": "text", "text": part.text if isinstance(part, TextContent) else part.refusal}
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that cannot be honoured yet are refused, never silently dropped.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -18,6 +19,7 @@ from engines.errors import InvalidRequest, UnsupportedParameter
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 16384
+MAX_IMAGES = 64
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPLATE_KWARGS = 64
 MAX_TEMPLATE_KWARGS_CHARS = 64 << 10
@@ -27,31 +29,64 @@ MAX_SCHEMA_NESTING = 64
 # Variables that a template gets from the engine, so that a request cannot give them another meaning.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Who may show images: the user, and tools in their results.
+SHOWING_ROLES = ("user", "tool")
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class TextPart(BaseModel):
+class ImageUrl(BaseModel):
+    """An image as OpenAI's clients send it. `detail` is accepted and means nothing: the projector knows one way."""
+
+    model_config = _STRICT
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(BaseModel):
+    """A text, or an image by its address (which must be a data: URI; that is looked at where the image is needed)."""
+
     model_config = _STRICT
     type: str
     text: str | None = None
+    image_url: str | ImageUrl | None = None
 
     @model_validator(mode="after")
-    def _only_text(self) -> TextPart:
-        if self.type != "text":
-            raise ValueError(f"content of type {self.type!r} needs a model with a projector; this one takes only text")
-        if self.text is None:
+    def _has_what_its_type_says(self) -> ContentPart:
+        if self.type in ("image_url", "input_image"):
+            if self.image_url is None:
+                raise ValueError(f"a part of type {self.type!r} needs its image_url")
+        elif self.type != "text":
+            raise ValueError(f"content of type {self.type!r} is not served; known are text, image_url and input_image")
+        elif self.text is None:
             raise ValueError("a part of type 'text' needs its text")
-        clean_text(self.text)
+        else:
+            clean_text(self.text)
         return self
+
+    @property
+    def url(self) -> str | None:
+        """An image's address; None for a text."""
+        if self.type == "text":
+            return None
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """An image of a request, and the message and part of it where it stands."""
+
+    url: str
+    message: int
+    part: int
 
 
 class Message(BaseModel):
-    """One turn's message. `content` may be a string or a list of text parts; an assistant may have none."""
+    """One turn's message. `content` may be a string or a list of texts and images; an assistant may have none."""
 
     model_config = _STRICT
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -67,24 +102,51 @@ class Message(BaseModel):
         for text in (self.content, self.name, self.thoughts, self.tool_call_id):
             if isinstance(text, str):
                 clean_text(text)
+        if self.role not in SHOWING_ROLES and self.urls():
+            raise ValueError(f"a message of role {self.role!r} shows no images; {' and '.join(SHOWING_ROLES)} may")
         return self
 
     @property
     def thoughts(self) -> str | None:
         return self.reasoning_content if self.reasoning_content is not None else self.reasoning
 
-    def text(self) -> str:
-        """The content as one string; parts are joined by line breaks, as llama.cpp does."""
+    def urls(self) -> list[tuple[int, str]]:
+        """The images of the content: index of the part and address."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(index, part.url) for index, part in enumerate(parts) if part.url is not None]
+
+    def text(self, image: str = "") -> str:
+        """The content as one string, with `image` where one stands; texts are joined by line breaks, as llama.cpp does."""
         if self.content is None:
             return ""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(part.text or "" for part in self.content)
+        pieces: list[str] = []
+        before = ""
+        for part in self.content:
+            if part.type == before == "text":
+                pieces.append("\n")
+            pieces.append(image if part.url is not None else part.text or "")
+            before = part.type
+        return "".join(pieces)
 
 
 class StreamOptions(BaseModel):
     model_config = _STRICT
     include_usage: bool = False
+
+
+# Fields of llama-server's that are not served, and the values with which they mean nothing.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1, 0),
+    "samplers": (),
+    "min_keep": (0, 1),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "lora": ([],),
+}
 
 
 class ChatRequest(BaseModel):
@@ -227,6 +289,13 @@ class ChatRequest(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _bounded_images(self) -> ChatRequest:
+        count = len(self.images())
+        if count > MAX_IMAGES:
+            raise ValueError(f"the messages show {count} images; {MAX_IMAGES} are the most")
+        return self
+
+    @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
@@ -268,9 +337,25 @@ class ChatRequest(BaseModel):
             return False
         return None if self.reasoning_effort in (None, "minimal") else True
 
+    def images(self) -> list[ShownImage]:
+        """All images of the conversation, in order."""
+        return [
+            ShownImage(url, index, part) for index, message in enumerate(self.messages) for part, url in message.urls()
+        ]
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unserved(cls, values: Any) -> Any:
+        """llama-server's fields that would change the answer and are not served; any other unknown field is ignored."""
+        for name, neutral in _UNSERVED.items():
+            value = values.get(name) if isinstance(values, dict) else None
+            if value is not None and value not in neutral:
+                raise UnsupportedParameter(f"{name} is not served.", param=name, hint="Leave it out.")
+        return values
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedParameter for known parameters that would change the answer and are not there yet."""

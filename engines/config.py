@@ -231,6 +231,10 @@ class EngineConfig:
         return 0 if self.speculation == "none" or self.pooling else self.draft_tokens
 
     @property
+    def sees_images(self) -> bool:
+        return bool(self.projector_path) and not self.pooling
+
+    @property
     def samples_on_device(self) -> bool:
         """Whether a static top-k chain runs on the device; decided here alone, so that a seed repeats after a restart.
 

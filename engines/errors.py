@@ -203,6 +203,14 @@ class SlotOccupied(StateError):
     hint = "Take an empty slot, or allow what it holds to be replaced (erase_existing)."
 
 
+class StateHasImages(StateError):
+    # Not a 409, which a peer takes for "not now".
+    code = "state_has_images"
+    http_status = 400
+    error_type = "invalid_request_error"
+    hint = "Send the conversation, images included, to the other engine, which computes it again."
+
+
 class StateInvalid(StateError):
     code = "state_invalid"
     http_status = 400

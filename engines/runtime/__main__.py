@@ -41,6 +41,9 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     parser = argparse.ArgumentParser(prog="python -m engines.runtime", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, help="JSON file of an EngineConfig")
     parser.add_argument("--model", dest="model_path", help="path of the GGUF")
+    parser.add_argument(
+        "--projector", dest="projector_path", help="path of the model's projector (mmproj), to see images"
+    )
     parser.add_argument("--model-name", help="name that requests use (default: the file's name)")
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     for name, text in (

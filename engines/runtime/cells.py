@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engines.runtime.draft_rows import DraftRows
 from engines.runtime.llama import Llama
+from engines.runtime.media_span import NO_SPANS, SpanMap
 
 
 def common_prefix(a: TokenSequence[object], b: TokenSequence[object]) -> int:
@@ -72,12 +73,17 @@ class CellLedger:
 
 
 class Sequence:
-    """One sequence id of the context: the tokens whose state it holds, in position order, and their cells."""
+    """One sequence id of the context: the tokens whose state it holds, in position order, and their cells.
+
+    Of an image it holds a cell and an id below 0 for each embedding, on fewer positions perhaps; where one ends or begins is in
+    `spans`. It is never cut inside one.
+    """
 
     def __init__(self, index: int, llama: Llama, ledger: CellLedger) -> None:
         self.index = index
         self.llama = llama
         self.tokens: list[int] = []
+        self.spans: SpanMap = NO_SPANS
         # What a draft head holds of it; follows every change.
         self.draft: DraftRows | None = None
         self._cells = array("i")
@@ -91,10 +97,29 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def next_position(self) -> int:
+        """The position of the token that would come next. Raises ValueError inside a span."""
+        return self._position(len(self.tokens))
+
+    def _position(self, length: int) -> int:
+        return self.spans.position(length) if self.spans else length
+
     def append(self, tokens: list[int]) -> None:
         """Notes tokens that llama.cpp has just decoded behind the others."""
         self._cells.extend(self._ledger.take(len(tokens)))
         self.tokens += tokens
+
+    def append_part_of_span(self, ids: list[int], spans: SpanMap) -> None:
+        """Notes embeddings of a span, which is one of `spans`. What a draft head held before it is of no more use."""
+        self.append(ids)
+        self.spans = spans.begun(len(self.tokens))
+        if self.draft is not None:
+            self.draft.clear()
+
+    def drop_part_of_span(self) -> None:
+        """Cuts off a span that is not complete, which nobody could go on from."""
+        self.cut(self.spans.whole(len(self.tokens)))
 
     def cut(self, length: int) -> None:
         """Keeps the first `length` tokens; everything goes where the memory cannot drop a suffix (recurrent state).
@@ -112,10 +137,12 @@ class Sequence:
         return len(self.tokens) == length
 
     def _drop(self, length: int, *, possible: bool) -> None:
-        if length > 0 and possible and self.llama.keep_prefix(self.index, length):
+        if length > 0 and possible and self.llama.keep_prefix(self.index, self._position(length)):
             self._ledger.drop(self.cells[length:])
             self._cells = self._cells[:length]
             del self.tokens[length:]
+            if self.spans:
+                self.spans = self.spans.first(length)
             if self.draft is not None:
                 self.draft.cut(length)
         else:
@@ -124,7 +151,7 @@ class Sequence:
     def clear(self) -> None:
         self.llama.clear(self.index)
         self._ledger.drop(self.cells)
-        self.tokens, self._cells = [], array("i")
+        self.tokens, self._cells, self.spans = [], array("i"), NO_SPANS
         if self.draft is not None:
             self.draft.clear()
 
@@ -134,22 +161,24 @@ class Sequence:
         With recurrent state `source` must end just there, since its state is the one that is shared.
         """
         self.clear()
-        self.llama.share(source.index, self.index, length)
+        self.llama.share(source.index, self.index, source._position(length))
         self._cells = source._cells[:length]
         self._ledger.share(self.cells)
         self.tokens = source.tokens[:length]
+        if source.spans:
+            self.spans = source.spans.first(length)
         if self.draft is not None and source.draft is not None:
             self.draft.share(source.draft, length)
 
-    def load(self, state: NDArray[np.uint8], tokens: list[int]) -> bool:
-        """Replaces the content by an exported state of `tokens`. False, and empty, when llama.cpp refuses it."""
+    def load(self, state: NDArray[np.uint8], tokens: list[int], spans: SpanMap = NO_SPANS) -> bool:
+        """Replaces the content by an exported state of `tokens` with `spans`. False, and empty, when llama.cpp refuses it."""
         self.clear()
         if len(tokens) > self._ledger.free or not self.llama.import_state(self.index, state):
             # After a refused import a hybrid's old recurrent state may survive; only a full removal is safe.
             self.llama.clear(self.index)
             return False
         self._cells = array("i", self._ledger.take(len(tokens)))
-        self.tokens = list(tokens)
+        self.tokens, self.spans = list(tokens), spans
         return True
 
     def receive(self, count: int) -> None:

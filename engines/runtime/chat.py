@@ -5,13 +5,18 @@ The template runs in processes of its own (`template_process.py`); here stands w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from engines.api_schema import ChatRequest, Message
+from engines.errors import InvalidRequest
 from engines.runtime.llama import Vocabulary
+from engines.runtime.media_projector import Part
+from engines.runtime.media_prompt import assemble, new_marker
+from engines.runtime.media_span import NO_SPANS, SpanMap
 from engines.runtime.template_process import MAX_TEXT_CHARS, Rendering, TemplateProcess
 from engines.runtime.tool_text import with_tools_as_text
 
@@ -23,6 +28,8 @@ CHATML = (
 # A checkpoint nearer to the beginning saves too little to hold a sequence.
 MIN_CUT_TOKENS = 16
 THINK, END_THINK = "<think>", "</think>"
+# What stands for an image where a prompt is shown as text; llama.cpp's own.
+SHOWN_IMAGE = "<__media__>"
 ToolFormat = Literal["qwen_xml", "hermes_json"]
 
 
@@ -31,7 +38,8 @@ class Prompt:
     """A prompt's token ids, and the positions in it where a later request is likely to branch off, ascending.
 
     `opens_thought`: the prompt ends inside a block of reasoning, so that the answer begins in it. `tool_format` is the one in
-    which the prompt asks for calls, None if it shows no tools. `end_of_thought` are the tokens that end reasoning.
+    which the prompt asks for calls, None if it shows no tools. `end_of_thought` are the tokens that end reasoning. `spans` are
+    its images, whose ids stand among the tokens.
     """
 
     tokens: list[int]
@@ -39,6 +47,7 @@ class Prompt:
     opens_thought: bool = False
     tool_format: ToolFormat | None = None
     end_of_thought: tuple[int, ...] = ()
+    spans: SpanMap = NO_SPANS
 
 
 def tool_format(source: str) -> ToolFormat | None:
@@ -77,34 +86,50 @@ class ChatTemplate:
 
     def render(self, request: ChatRequest) -> str:
         """The prompt up to where the answer begins. Raises InvalidRequest when the template refuses the messages."""
-        return self._rendered(request, with_cuts=False).text
+        return self._rendered(request, with_cuts=False, image=SHOWN_IMAGE).text
 
-    def prompt(self, request: ChatRequest, *, with_cuts: bool) -> Prompt:
-        """The rendered prompt as token ids, with the BOS token exactly once if the vocabulary wants one."""
-        vocabulary = self._vocabulary
-        rendering = self._rendered(request, with_cuts=with_cuts)
+    def prompt(self, request: ChatRequest, *, with_cuts: bool, images: Sequence[Sequence[Part]] = ()) -> Prompt:
+        """The rendered prompt as token ids, with the BOS token exactly once if the vocabulary wants one.
+
+        `images` are what stands for each of the request's, in order. Raises InvalidRequest where the template shows not all of
+        them, or ends with one.
+        """
+        marker = new_marker() if images else ""
+        rendering = self._rendered(request, with_cuts=with_cuts, image=marker)
         text = rendering.text
-        written = vocabulary.adds_bos and bool(self._bos) and text.startswith(self._bos)
-        tokens = vocabulary.tokenize(text, add_special=not written, parse_special=True)
-        cuts: set[int] = set()
-        if rendering.shared_bytes:
-            ends = np.cumsum(vocabulary.written_bytes[tokens])
-            begin = int(ends[0]) if tokens[0] == vocabulary.bos and not written and vocabulary.adds_bos else 0
-            for shared in rendering.shared_bytes:
-                # A position between tokens is enough: a cut that is a token early only saves a token less.
-                cuts.add(int(np.searchsorted(ends, begin + shared, side="right")))
+        written = self._vocabulary.adds_bos and bool(self._bos) and text.startswith(self._bos)
+        if images:
+            read = assemble(text, marker, images, self._vocabulary, add_special=not written)
+            if read.tokens[-1] < 0:
+                raise InvalidRequest("The chat template ends with an image; text must follow it.", param="messages")
+            tokens, spans = read.tokens, read.spans
+            ends = (np.searchsorted(read.ends, shared, side="right") for shared in rendering.shared_bytes)
+            cuts = {spans.whole(int(end)) for end in ends}
+        else:
+            tokens, spans = self._vocabulary.tokenize(text, add_special=not written, parse_special=True), NO_SPANS
+            cuts = self._cuts(tokens, rendering.shared_bytes, adds_bos=self._vocabulary.adds_bos and not written)
         return Prompt(
             tokens,
             sorted(cut for cut in cuts if MIN_CUT_TOKENS <= cut < len(tokens)),
             opens_thought=_opens_thought(text),
             tool_format=(self.tool_format or "hermes_json") if request.functions_by_name else None,
             end_of_thought=self._end_of_thought,
+            spans=spans,
         )
 
-    def _rendered(self, request: ChatRequest, *, with_cuts: bool) -> Rendering:
+    def _cuts(self, tokens: list[int], shared_bytes: Sequence[int], *, adds_bos: bool) -> set[int]:
+        """The places in `tokens` where so many bytes of the rendered text end."""
+        if not shared_bytes:
+            return set()
+        ends = np.cumsum(self._vocabulary.written_bytes[tokens])
+        begin = int(ends[0]) if adds_bos and tokens[0] == self._vocabulary.bos else 0
+        # A position between tokens is enough: a cut that is a token early only saves a token less.
+        return {int(np.searchsorted(ends, begin + shared, side="right")) for shared in shared_bytes}
+
+    def _rendered(self, request: ChatRequest, *, with_cuts: bool, image: str) -> Rendering:
         """`with_cuts` also compares with beginnings that a later request is likely to share: the system prompt, and all without
         the answer's opening, since templates drop old reasoning behind it."""
-        variables = self._variables(request)
+        variables = self._variables(request, image)
         messages = variables["messages"]
         beginnings = [count for count in (_leading_system(messages), len(messages)) if count] if with_cuts else []
         rendering = self._process.render(variables, beginnings)
@@ -114,11 +139,11 @@ class ChatTemplate:
             return Rendering(closed, rendering.shared_bytes)
         return rendering
 
-    def _variables(self, request: ChatRequest) -> dict[str, Any]:
-        """What the template sees: the request's own variables, then those that always are there."""
+    def _variables(self, request: ChatRequest, image: str) -> dict[str, Any]:
+        """What the template sees: the request's own variables, then those that always are there; `image` stands for one."""
         tools = [] if request.tool_choice == "none" else request.tools or []
         shown_tools = [tool.model_dump(exclude_unset=True) for tool in tools]
-        messages = [_as_template_sees(message) for message in request.messages]
+        messages = [_as_template_sees(message, image) for message in request.messages]
         if self.tool_format is None:
             messages, shown_tools = with_tools_as_text(messages, shown_tools), []
         variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
@@ -141,8 +166,8 @@ def _opens_thought(text: str) -> bool:
     return text.rstrip().endswith(THINK)
 
 
-def _as_template_sees(message: Message) -> dict[str, Any]:
-    seen: dict[str, Any] = {"role": message.role, "content": message.text()}
+def _as_template_sees(message: Message, image: str) -> dict[str, Any]:
+    seen: dict[str, Any] = {"role": message.role, "content": message.text(image)}
     if message.role == "developer":
         seen["role"] = "system"
     for key in ("name", "tool_call_id"):

@@ -23,6 +23,8 @@ from engines.runtime.drawing import Drawing
 from engines.runtime.errands import ErrandQueue, Work
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.llama import Llama
+from engines.runtime.media_batch import SpanBatch
+from engines.runtime.media_projector import Projector
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.outbox import Outbox
 from engines.runtime.planner import Row, StepPlanner
@@ -54,6 +56,7 @@ class EngineCore(threading.Thread):
         self.failure: BaseException | None = None
         self.changed = asyncio.Event()
         self.llama: Llama | None = None
+        self.projector: Projector | None = None
         self._threads = threads
         self._outbox = Outbox(loop, metrics)
         self._waiting = WaitingLine(config.queue_limit)
@@ -118,6 +121,8 @@ class EngineCore(threading.Thread):
             self._end_all(EngineStopping("The engine is shutting down."))
             if self.speculation:
                 self.speculation.close()
+            if self.projector:
+                self.projector.close()
             if self.llama:
                 self.llama.close()
             self._outbox.call(self.changed.set)
@@ -135,6 +140,10 @@ class EngineCore(threading.Thread):
             self.speculation.warm_up(self._planner.batch)
             self._planner.speculation = self.speculation
             self.metrics.watch_drafts(self.speculation.length)
+        if self.config.sees_images:
+            self.projector = Projector(self.config, self.llama.model, self._threads)
+            capacity = self.llama.batch_tokens
+            self._planner.span_batch = SpanBatch(capacity, self.projector.width, self.projector.axes)
         if not cache.cuts_anywhere:
             cache.checkpoint_min_tokens = self._planner.checkpoint_min_tokens
         self._drawing = Drawing(
@@ -224,7 +233,9 @@ class EngineCore(threading.Thread):
                 continue
             # Who had to give way comes back with some room to spare, or it would have to give way again at once.
             needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
-            source = self.cache.best_source(generation.tokens) if generation.reuse_prefix else Source()
+            source = Source()
+            if generation.reuse_prefix:
+                source = self.cache.best_source(generation.tokens, generation.spans)
             needed = min(needed, self.config.context_tokens) - self._shared_with_running(source)
             if self.cache.promised_cells() + needed > self.config.cells:
                 # Nobody overtakes here, or a long prompt would never find the cache empty enough.
@@ -252,7 +263,7 @@ class EngineCore(threading.Thread):
             self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
         if generation.sampler is None:
             generation.sampler = Sampler(generation.params, self.loaded, generation.constraint)
-            generation.sampler.see_prompt(generation.prompt)
+            generation.sampler.see_prompt(generation.prompt_text_tokens)
 
     def _yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
@@ -280,19 +291,23 @@ class EngineCore(threading.Thread):
     def _decode(self, rows: list[Row]) -> bool:
         """True when the whole batch was computed. After a refusal each row is tried alone, so that only the faulty one ends."""
         started = time.monotonic()
-        batch = self._planner.batch
-        status = self.loaded.decode(batch)
+        batch, span = self._planner.batch, rows[0].span
+        if span is None:
+            status = self.loaded.decode(batch)
+        else:
+            assert self._planner.span_batch is not None
+            status = self.loaded.decode_span(self._planner.span_batch, sees_itself=span.span.sees_itself)
         if self._computes_apart:
             self._outbox.write()
             self._outbox.send()
         self.metrics.decode_calls.inc()
         self.metrics.step_seconds.observe(time.monotonic() - started)
         if status == 0:
-            hidden = self.speculation.hidden_rows(batch.count) if self.speculation else None
+            hidden = self.speculation.hidden_rows(batch.count) if self.speculation and span is None else None
             for row in rows:
                 self._advance(row, hidden)
             return True
-        log.warning("llama_decode answered %d for a batch of %d rows", status, batch.count)
+        log.warning("llama_decode answered %d for a batch of %d rows", status, sum(row.count for row in rows))
         for row in rows:
             self._restore(row.slot)
         if len(rows) == 1:
@@ -300,7 +315,8 @@ class EngineCore(threading.Thread):
             self._fail(rows[0].slot, DecodeFailed(message))
             return False
         for row in rows:
-            if row.slot.generation is not None:
+            # A slot that lost all it had may stand at an image now, which is a step of its own.
+            if row.slot.generation is not None and row.slot.span is None:
                 self._decode_alone(row)
         return False
 
@@ -313,7 +329,10 @@ class EngineCore(threading.Thread):
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
         start = len(slot.sequence)
-        slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
+        if row.span is None:
+            slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
+        else:
+            slot.sequence.append_part_of_span(generation.tokens[start : start + row.count], generation.spans)
         if hidden is not None and slot.sequence.draft is not None:
             slot.sequence.draft.note(start, hidden[row.first : row.last + 1])
         if len(slot.sequence) in generation.cuts:
@@ -326,9 +345,12 @@ class EngineCore(threading.Thread):
     def _restore(self, slot: Slot) -> None:
         """Makes memory and bookkeeping agree again after a batch that may have been computed in part."""
         sequence = slot.sequence
-        if self.loaded.last_position(sequence.index) >= len(sequence) and (
+        # Inside an image positions do not tell how much of it was computed.
+        sequence.drop_part_of_span()
+        position = sequence.next_position
+        if self.loaded.last_position(sequence.index) >= position and (
             # With room for drafts llama.cpp would agree to take a recurrent state back, and be wrong.
-            self.loaded.has_recurrent_state or not self.loaded.keep_prefix(sequence.index, len(sequence))
+            self.loaded.has_recurrent_state or not self.loaded.keep_prefix(sequence.index, position)
         ):
             sequence.clear()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from engines.errors import EngineError
 from engines.runtime.constraint import Constraint
 from engines.runtime.draft_length import Acceptance
+from engines.runtime.media_span import NO_SPANS, SpanMap
 from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from engines.runtime.text import TextAssembler
 from engines.runtime.thinking_budget import ThinkingBudget
@@ -62,6 +63,7 @@ class Mailbox:
         self._pieces: list[Piece] = []
         self._reader: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
         self._silent_since = 0.0
 
     def put(self, piece: Piece) -> None:
@@ -73,7 +75,11 @@ class Mailbox:
         if not self._pieces:
             loop = asyncio.get_running_loop()
             self._silent_since = loop.time()
+            if self._timer is not None and timeout_s < self._timer_s:
+                self._timer.cancel()
+                self._timer = None
             if self._timer is None:
+                self._timer_s = timeout_s
                 self._timer = loop.call_later(timeout_s, self._look, loop, timeout_s)
             self._reader = loop.create_future()
             try:
@@ -111,6 +117,7 @@ class Generation:
 
     `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
     earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
+    `spans` are the prompt's images; their ids stand in it too, an entry for each cell.
     """
 
     request_id: str
@@ -139,6 +146,7 @@ class Generation:
     accepted_tokens: int = 0
     thinking_budget: ThinkingBudget | None = None
     constraint: Constraint | None = None
+    spans: SpanMap = NO_SPANS
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)
@@ -168,6 +176,11 @@ class Generation:
     def needs_raw_logits(self, device_candidates: int) -> bool:
         """Whether a device chain that hands out `device_candidates` of a row is not enough, or has proved not to be."""
         return self.needs_whole_rows or self.params.needs_whole_vocabulary(device_candidates)
+
+    @property
+    def prompt_text_tokens(self) -> list[int]:
+        """The prompt without images: all that is a token of the vocabulary."""
+        return [token for token in self.prompt if token >= 0] if self.spans else self.prompt
 
     @property
     def new_tokens(self) -> int:

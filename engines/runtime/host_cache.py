@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.runtime.cells import Sequence, common_prefix
+from engines.runtime.media_span import NO_SPANS, SpanMap
 
 # Below this an export costs more than it saves.
 MIN_TOKENS = 64
@@ -21,10 +22,11 @@ TOKEN_BYTES = 40
 
 @dataclass(frozen=True, eq=False)
 class HostEntry:
-    """A whole state as llama.cpp exported it, and the tokens it stands for."""
+    """A whole state as llama.cpp exported it, and the tokens it stands for, with the spans among them."""
 
     tokens: list[int]
     state: NDArray[np.uint8]
+    spans: SpanMap = NO_SPANS
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +56,8 @@ class HostCache:
         while self._entries and self.used_bytes + size_bytes > self.budget_bytes:
             self._remove(next(iter(self._entries)))
             self.evicted += 1
-        entry = HostEntry(list(sequence.tokens), sequence.llama.export_state(sequence.index))
+        state = sequence.llama.export_state(sequence.index)
+        entry = HostEntry(list(sequence.tokens), state, sequence.spans)
         if self._cuts_anywhere:
             for key in [key for key, old in self._entries.items() if _begins(entry.tokens, old.tokens)]:
                 self._remove(key)
@@ -66,12 +69,14 @@ class HostCache:
         """Saves the sequence unless it is here already; False when there is no room for it, so that it must stay."""
         return self._covers(sequence.tokens) or self.save(sequence)
 
-    def best(self, tokens: list[int]) -> tuple[HostEntry | None, int]:
-        """The entry with the longest usable prefix of `tokens` (one is always left to decode), and its length."""
+    def best(self, tokens: list[int], spans: SpanMap = NO_SPANS) -> tuple[HostEntry | None, int]:
+        """The entry with the longest usable prefix of `tokens`, among them `spans` (one is always left to decode), and its
+        length, which cuts no span."""
         best: HostEntry | None = None
         longest = 0
         for entry in self._entries.values():
             length = self._usable(entry, tokens)
+            length = spans.whole(length) if spans else length
             if length > longest:
                 best, longest = entry, length
         return best, longest

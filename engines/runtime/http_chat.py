@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -14,7 +14,7 @@ from engines.runtime.chat_output import ChatFormat
 from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.http_stream import COMMENT_PING, collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.thinking_budget import ThinkingBudget
 
 
@@ -27,14 +27,34 @@ class PreparedChat:
     form: ChatFormat
 
 
-def prepare_chat(preparation: Preparation, body: ChatRequest, identity: str, param: str) -> PreparedChat:
+def prepare_chat(
+    preparation: Preparation, body: ChatRequest, identity: str, param: str, images: Images = ()
+) -> PreparedChat:
     """`body` as generations. `param` names the client's field of the conversation in errors. Any thread."""
-    prompt = preparation.chat_prompt(body, param)
-    generations = preparation.generations(body, [prompt.tokens], identity, cuts=prompt.cuts, param=param)
+    prompt = preparation.chat_prompt(body, param, images)
+    generations = preparation.generations(
+        body, [prompt.tokens], identity, cuts=prompt.cuts, spans=prompt.spans, param=param
+    )
     preparation.constrain(generations, constraint_spec(body, prompt))
     for generation in generations:
         generation.thinking_budget = ThinkingBudget.of(body, prompt, preparation.llama.vocabulary)
     return PreparedChat(body, generations, ChatFormat.of(body, prompt))
+
+
+async def prepared_chat(
+    preparation: Preparation,
+    read: Callable[[], ChatRequest],
+    identity: str,
+    param: str,
+    *,
+    translated: bool = False,
+) -> PreparedChat:
+    """The same for what `read` gives, with its images; `translated` from another API's shape. For the event loop."""
+
+    def finish(_asked: ChatRequest, chat: ChatRequest, images: Images) -> PreparedChat:
+        return prepare_chat(preparation, chat, identity, param, images)
+
+    return await preparation.run_chat(read, lambda chat: chat, finish, param, translated=translated)
 
 
 class ChatEndpoint:
@@ -57,7 +77,7 @@ class ChatEndpoint:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         identity = request_id(request)
         raw = await request.read()
-        ready = await self._preparation.run(self._prepare, raw, identity)
+        ready = await prepared_chat(self._preparation, lambda: parse_chat_request(raw), identity, "messages")
         model_name = self._preparation.config.model_name
         answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
         with self._preparation.running(ready.generations):
@@ -65,9 +85,6 @@ class ChatEndpoint:
                 return await stream(request, ready.generations, ChatStream(answer, ready.body))
             pieces = await collect(ready.generations)
         return web.json_response(answer.whole(pieces, ready.generations, with_logprobs=bool(ready.body.logprobs)))
-
-    def _prepare(self, raw: bytes, identity: str) -> PreparedChat:
-        return prepare_chat(self._preparation, parse_chat_request(raw), identity, "messages")
 
 
 class ChatStream:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from aiohttp import web
 
 from engines.api_messages import CountTokensRequest, MessagesRequest, parse_count_request, parse_messages_request
-from engines.runtime.http_chat import PreparedChat, prepare_chat
+from engines.api_schema import ChatRequest
+from engines.runtime.http_chat import prepared_chat
 from engines.runtime.http_errors import MESSAGES_PATH
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.messages_answer import MessagesAnswer
 from engines.runtime.operations import GENERATES, JSON, NEEDS_MODEL, SSE, Operation
-from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.preparation import Images, Preparation, request_id
 
 
 class MessagesEndpoint:
@@ -41,7 +42,9 @@ class MessagesEndpoint:
     async def create(self, request: web.Request) -> web.StreamResponse:
         identity = request_id(request)
         raw = await request.read()
-        ready = await self._preparation.run(self._prepare, raw, identity)
+        ready = await prepared_chat(
+            self._preparation, lambda: parse_messages_request(raw), identity, "messages", translated=True
+        )
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
         answer = MessagesAnswer(identity, model_name, vocabulary, ready.form)
         with self._preparation.running(ready.generations):
@@ -50,12 +53,12 @@ class MessagesEndpoint:
             pieces = await collect(ready.generations)
         return web.json_response(answer.whole(pieces[0], ready.generations[0]))
 
-    def _prepare(self, raw: bytes, identity: str) -> PreparedChat:
-        return prepare_chat(self._preparation, parse_messages_request(raw), identity, "messages")
-
     async def count_tokens(self, request: web.Request) -> web.Response:
-        count = await self._preparation.run(self._count, await request.read())
+        raw = await request.read()
+        count = await self._preparation.run_chat(
+            lambda: parse_count_request(raw), lambda chat: chat, self._count, "messages", translated=True
+        )
         return web.json_response({"input_tokens": count})
 
-    def _count(self, raw: bytes) -> int:
-        return len(self._preparation.chat_prompt(parse_count_request(raw), "messages").tokens)
+    def _count(self, _asked: ChatRequest, chat: ChatRequest, images: Images) -> int:
+        return len(self._preparation.chat_prompt(chat, "messages", images).tokens)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from aiohttp import web
 
 from engines.api_responses import ResponsesRequest, parse_responses_request
+from engines.api_schema import ChatRequest
 from engines.runtime.http_chat import PreparedChat, prepare_chat
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.responses_answer import ResponsesAnswer
 
 
@@ -32,7 +33,13 @@ class ResponsesEndpoint:
     async def create(self, request: web.Request) -> web.StreamResponse:
         identity = request_id(request)
         raw = await request.read()
-        body, ready = await self._preparation.run(self._prepare, raw, identity)
+
+        def finish(asked: ResponsesRequest, chat: ChatRequest, images: Images) -> tuple[ResponsesRequest, PreparedChat]:
+            return asked, prepare_chat(self._preparation, chat, identity, "input", images)
+
+        body, ready = await self._preparation.run_chat(
+            lambda: parse_responses_request(raw), ResponsesRequest.chat, finish, "input", translated=True
+        )
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
         answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form)
         with self._preparation.running(ready.generations):
@@ -40,7 +47,3 @@ class ResponsesEndpoint:
                 return await stream(request, ready.generations, answer)
             pieces = await collect(ready.generations)
         return web.json_response(answer.whole(pieces[0], ready.generations[0]))
-
-    def _prepare(self, raw: bytes, identity: str) -> tuple[ResponsesRequest, PreparedChat]:
-        body = parse_responses_request(raw)
-        return body, prepare_chat(self._preparation, body.chat(), identity, "input")

@@ -77,7 +77,10 @@ class TextEndpoints:
         return {"content": detokenize(vocabulary, body.tokens)}
 
     def _apply_template(self, raw: bytes) -> dict[str, Any]:
-        return {"prompt": self._preparation.template.render(parse_chat_request(raw))}
+        request = parse_chat_request(raw)
+        if request.images():
+            self._preparation.require_sight("messages")
+        return {"prompt": self._preparation.template.render(request)}
 
 
 def _piece(vocabulary: Vocabulary, token: int) -> str | list[int]:

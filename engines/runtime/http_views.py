@@ -120,7 +120,10 @@ class Views:
             "created": self._started_at,
             "owned_by": "hydra",
             "aliases": [],
-            "architecture": {"input_modalities": ["text"], "output_modalities": [OUTPUTS[self._config.pooling]]},
+            "architecture": {
+                "input_modalities": ["text", "image"] if self._config.sees_images else ["text"],
+                "output_modalities": [OUTPUTS[self._config.pooling]],
+            },
             "status": {"value": "loaded" if ready else self._core.state, "progress": round(self._core.load_share, 3)},
         }
         if llama is not None and ready:
@@ -147,7 +150,7 @@ class Views:
                 "chat_template": self._config.chat_template or llama.chat_template or "",
                 "bos_token": vocabulary.text_of(vocabulary.bos),
                 "eos_token": vocabulary.text_of(vocabulary.eos),
-                "modalities": {"vision": False, "audio": False},
+                "modalities": {"vision": self._config.sees_images, "audio": False},
                 "build_info": BUILD_INFO,
                 "is_sleeping": False,
             }

@@ -22,6 +22,7 @@ from engines.errors import ModelLoadFailed
 from engines.runtime import llama_log
 from engines.runtime.context_params import ContextParams
 from engines.runtime.long_runs import BLOCK_CHARS, cut_long_runs
+from engines.runtime.media_batch import SpanBatch
 from engines.runtime.memory import LoadWatch, MemoryReport
 from engines.runtime.placement import place
 
@@ -218,6 +219,16 @@ class Llama:
     def decode(self, batch: Batch) -> int:
         """0 done; 1 no room in the cache; negative: refused. Releases the GIL while it computes."""
         return int(llama_cpp.llama_decode(self.context, batch.native))
+
+    def decode_span(self, batch: SpanBatch, *, sees_itself: bool) -> int:
+        """The same for embeddings, which all see each other if `sees_itself`; changing that costs a new graph each time."""
+        if not sees_itself:
+            return int(llama_cpp.llama_decode(self.context, batch.native))
+        llama_cpp.llama_set_causal_attn(self.context, False)
+        try:
+            return int(llama_cpp.llama_decode(self.context, batch.native))
+        finally:
+            llama_cpp.llama_set_causal_attn(self.context, True)
 
     def synchronize(self) -> None:
         """Waits until the device has computed what `decode` asked for."""

@@ -15,7 +15,9 @@ import llama_cpp
 log = logging.getLogger("hydra.engine.llama")
 
 _LEVELS = {2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
-_ERROR = 4
+_DEBUG, _WARNING, _ERROR = 2, 3, 4
+# A model with recurrent state says so of every stretch of an image on a grid, whose tokens share positions.
+_SHARED_POSITIONS = "non-consecutive token position"
 _COLLECTED_LINES = 4096
 
 
@@ -50,6 +52,8 @@ def _receive(level: int, text: bytes, _user_data: object) -> None:
     for collector in _collectors:
         collector.add(level, line)
     if all(collector.forward for collector in _collectors):
+        if level == _WARNING and _SHARED_POSITIONS in line:
+            level = _DEBUG
         log.log(_LEVELS.get(level, logging.DEBUG), line)
 
 

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 from engines.config import EngineConfig
 from engines.errors import QueueFull
 from engines.runtime.media_image import ImageFile, pixels
 from engines.runtime.media_projector import Part, Projector
-from engines.runtime.media_span import MediaSpan
+from engines.runtime.media_span import MediaSpan, SpanMap
 
 # Embeddings of images that were seen lately: a conversation sends all of its images again with every turn.
 CACHE_BYTES = 256 << 20
+# Embeddings of the requests that run or wait to; one request alone may have more.
+HELD_BYTES = 1 << 30
 
 
 class MediaDesk:
-    """Images to parts of prompts. `close` before the projector is freed."""
+    """Images to parts of prompts."""
 
     def __init__(self, config: EngineConfig, projector: Projector, cache_bytes: int = CACHE_BYTES) -> None:
         self._projector = projector
@@ -32,11 +35,24 @@ class MediaDesk:
         self._cache: OrderedDict[bytes, list[Part]] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
+        self._held_bytes = 0
         self.computed = 0
 
     def close(self) -> None:
-        """Waits for the image that is being computed; nobody may ask any more."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Nobody may ask any more. Does not wait for the image that is being computed; the projector's `close` does."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def holding(self, spans: SpanMap, limit_bytes: int = HELD_BYTES) -> Iterator[None]:
+        """For as long as a request keeps its images. Raises QueueFull where those of all together would take too much memory."""
+        size_bytes = spans.size_bytes
+        if self._held_bytes and self._held_bytes + size_bytes > limit_bytes:
+            raise QueueFull(f"Images of other requests take {self._held_bytes >> 20} MiB already.")
+        self._held_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= size_bytes
 
     async def parts(self, files: Sequence[ImageFile], params: Sequence[str]) -> list[list[Part]]:
         """What stands in the prompt for each image. Raises InvalidRequest, QueueFull and DecodeFailed.

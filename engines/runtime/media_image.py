@@ -20,7 +20,6 @@ from PIL import Image, ImageOps
 
 from engines.errors import InvalidRequest
 
-MAX_IMAGES = 64
 MAX_IMAGE_BYTES = 20 << 20
 MAX_IMAGE_PIXELS = 40_000_000
 # Beyond this the scaling to a projector's grid makes no sense of an image.

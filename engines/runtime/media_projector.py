@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as model_bindings
 from numpy.typing import NDArray
 
 from engines.config import EngineConfig
-from engines.errors import DecodeFailed, InvalidRequest, ModelLoadFailed
+from engines.errors import DecodeFailed, EngineStopping, InvalidRequest, ModelLoadFailed
 from engines.runtime import llama_log
 from engines.runtime.media_span import MediaSpan, span_ids
 from engines.runtime.placement import place
@@ -87,18 +87,23 @@ class Projector:
             self.close()
             raise ModelLoadFailed(f"{config.projector_path} has no vision encoder")
         self.width: int = llama_cpp.llama_model_n_embd_inp(model)
-        self._axes = GRID_AXES if self._mtmd.mtmd_decode_use_mrope(self._context) else 1
+        self.axes = GRID_AXES if self._mtmd.mtmd_decode_use_mrope(self._context) else 1
 
     def close(self) -> None:
-        """Calling it twice is harmless."""
-        self._cleanup.close()
+        """Waits for the image that is being computed. Calling it twice is harmless."""
+        with self._one_at_a_time:
+            self._context = None
+            self._cleanup.close()
 
     def parts(self, image: NDArray[np.uint8], digest: bytes, limit_tokens: int, param: str) -> list[Part]:
         """What stands in a prompt for `image`, shape (height, width, 3): tokens of the model's own marks, and spans.
 
-        Raises InvalidRequest where they are more than `limit_tokens`, before anything is computed, and DecodeFailed.
+        Raises InvalidRequest where they are more than `limit_tokens`, before anything is computed, DecodeFailed, and
+        EngineStopping once it is closed.
         """
         with self._one_at_a_time, ExitStack() as stack:
+            if not self._context:
+                raise EngineStopping("The engine is shutting down.")
             chunks = self._chunks(image, stack)
             total = sum(self._mtmd.mtmd_input_chunk_get_n_tokens(chunk) for chunk in chunks)
             if total > limit_tokens:
@@ -167,7 +172,7 @@ class Projector:
 
     def _positions(self, chunk: Any, tokens: int, start: int) -> NDArray[np.int32]:
         """Shape (axes, tokens). libmtmd's axes come as time, column, row; llama.cpp wants time, row, column."""
-        if self._axes == 1:
+        if self.axes == 1:
             return np.arange(start, start + tokens, dtype=np.int32)[None, :]
         image = self._mtmd.mtmd_input_chunk_get_tokens_image(chunk)
         return np.array(list(self._grid(image, tokens, start)), dtype=np.int32).T.copy()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +49,12 @@ class MediaSpan:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @cached_property
+    def outline(self) -> MediaSpan:
+        """The same without what only computing it needs: for those that hold its cells, which may be long and many."""
+        none = np.empty((0, 0), dtype=np.int32)
+        return replace(self, embeddings=np.empty((0, 0), dtype=np.float32), offsets=none, moves=none)
+
     def positions_at(self, start: int) -> NDArray[np.int32]:
         """Shape (axes, tokens): the positions of a span that begins at position `start`."""
         return self.offsets + np.int32(start) * self.moves
@@ -83,6 +90,11 @@ class SpanMap:
     def __len__(self) -> int:
         return len(self.placed)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all embeddings."""
+        return sum(entry.span.embeddings.nbytes for entry in self.placed)
+
     def position(self, index: int) -> int:
         """The position of what stands at `index`, which must not lie inside a span; at a list's end, of what comes next."""
         before = bisect_right(self._starts, index - 1)
@@ -108,3 +120,11 @@ class SpanMap:
     def first(self, length: int) -> SpanMap:
         """The map of the first `length` entries, a length that cuts no span."""
         return SpanMap([entry for entry in self.placed if entry.end <= length])
+
+    def begun(self, length: int) -> SpanMap:
+        """For a holder of the first `length` entries, of which the last may be a part of a span: the map of all spans that it
+        has something of, as outlines."""
+        return SpanMap([PlacedSpan(entry.start, entry.span.outline) for entry in self.placed if entry.start < length])
+
+
+NO_SPANS = SpanMap()

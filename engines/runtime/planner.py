@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from engines.config import EngineConfig
 from engines.runtime.llama import Batch, Llama
+from engines.runtime.media_batch import SpanBatch
+from engines.runtime.media_span import PlacedSpan
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.speculation import Speculation
@@ -37,7 +39,8 @@ log = logging.getLogger("hydra.engine.planner")
 class Row:
     """A slot's part of a batch: `count` tokens, the last of them in batch row `last`, drawing a token if `draws`.
 
-    The last ones are the `draft`, if there is one; the row before it and each of its rows then draw.
+    The last ones are the `draft`, if there is one; the row before it and each of its rows then draw. If they are embeddings of a
+    `span`, the row is its step's only one, in the planner's `span_batch`, and draws nothing.
     """
 
     slot: Slot
@@ -45,6 +48,7 @@ class Row:
     last: int
     draws: bool
     draft: tuple[int, ...] = ()
+    span: PlacedSpan | None = None
 
     @property
     def first(self) -> int:
@@ -54,7 +58,8 @@ class Row:
 
 class StepPlanner:
     """Fills one reusable batch per step. Dense models take everybody's next token and chunks of prompts together; models
-    with recurrent state alternate, since llama.cpp splits unequal sequences into several graphs there."""
+    with recurrent state alternate, since llama.cpp splits unequal sequences into several graphs there. A stretch of an image is
+    a step of its own, at most every other one if there is anything else to do."""
 
     def __init__(self, llama: Llama, cache: PrefixCache, config: EngineConfig) -> None:
         self.batch = Batch(llama.batch_tokens)
@@ -67,6 +72,9 @@ class StepPlanner:
         self.alone_tokens = self.shared_tokens = self.batch.capacity
         # Set once the model has loaded, where the engine drafts.
         self.speculation: Speculation | None = None
+        # Set once the model has loaded, where it has a projector.
+        self.span_batch: SpanBatch | None = None
+        self._span_last = False
         self.checkpoint_min_tokens = max(config.checkpoint_min_tokens, 1)
         self._measures_checkpoints = config.checkpoint_min_tokens < 0
 
@@ -113,7 +121,36 @@ class StepPlanner:
         decoding = [slot for slot in busy if slot.decoding]
         filling = self._in_order([slot for slot in busy if not slot.decoding])
         self.batch.clear()
+        if self.span_batch is not None:
+            rows, filling = self._plan_span(self.span_batch, decoding, filling)
+            if rows:
+                return rows
         return self._plan_apart(decoding, filling) if self._alternates else self._plan_together(decoding, filling)
+
+    def _plan_span(self, batch: SpanBatch, decoding: list[Slot], filling: list[Slot]) -> tuple[list[Row], list[Slot]]:
+        """The first image's next stretch as a step, if it is its turn; and the slots that do not stand at one."""
+        others = [slot for slot in filling if slot.span is None]
+        first = next((slot for slot in filling if slot.span is not None), None)
+        if first is None or (self._span_last and (decoding or others)):
+            self._span_last = False
+            return [], others
+        room = self.shared_tokens if decoding else self.alone_tokens
+        rows = self._span_row(batch, first, min(room, batch.capacity))
+        self._span_last = bool(rows)
+        return rows, others
+
+    def _span_row(self, batch: SpanBatch, slot: Slot, room: int) -> list[Row]:
+        entry, done = slot.span, len(slot.sequence)
+        assert entry is not None
+        assert slot.generation is not None
+        # Tokens that see each other go in one call; the projector has made sure that they can.
+        count = len(entry.span) if entry.span.sees_itself else min(room, entry.end - done)
+        if not self._cache.make_room(count):
+            return []
+        position = slot.generation.spans.position(entry.start)
+        batch.fill(slot.sequence.index, position, entry.span, done - entry.start, count)
+        slot.used_at = time.monotonic()
+        return [Row(slot, count, -1, draws=False, span=entry)]
 
     def _plan_together(self, decoding: list[Slot], filling: list[Slot]) -> list[Row]:
         rows = self._add_decoding(decoding)
@@ -192,7 +229,9 @@ class StepPlanner:
         start = len(slot.sequence)
         draws = count == slot.todo_tokens
         tokens = [*slot.generation.tokens[start : start + count], *draft]
-        last = self.batch.add(slot.sequence.index, start, tokens, outputs=(1 + len(draft)) * draws)
+        spans = slot.generation.spans
+        position = spans.position(start) if spans else start
+        last = self.batch.add(slot.sequence.index, position, tokens, outputs=(1 + len(draft)) * draws)
         return Row(slot, len(tokens), last, draws, draft)
 
 

@@ -18,6 +18,7 @@ from engines.runtime.cells import CellLedger, Sequence, common_prefix
 from engines.runtime.generation import Generation
 from engines.runtime.host_cache import MIN_TOKENS, HostCache, HostEntry
 from engines.runtime.llama import Llama
+from engines.runtime.media_span import NO_SPANS, SpanMap
 from engines.runtime.slots import Slot
 
 # A source slot whose tail is at most this share of what it lends is overwritten: the tail is then most likely an answer that
@@ -76,14 +77,15 @@ class PrefixCache:
 
     # --- where a prefix is ----------------------------------------------------------------------
 
-    def best_source(self, tokens: list[int]) -> Source:
-        """The longest reusable prefix of `tokens`; one token is always left to decode, since a state holds no logits."""
+    def best_source(self, tokens: list[int], spans: SpanMap = NO_SPANS) -> Source:
+        """The longest reusable prefix of `tokens`, of whose `spans` it cuts none; one token is always left to decode, since a
+        state holds no logits."""
         best = Source()
         for sequence in self._still_sequences():
-            length = self._usable(sequence, tokens)
+            length = self._usable(sequence, tokens, spans)
             if length > best.length:
                 best = Source(length, sequence)
-        entry, length = self.host.best(tokens)
+        entry, length = self.host.best(tokens, spans)
         # Loading costs time that sharing does not, so it must save something.
         return Source(length, entry=entry) if entry and length >= best.length + MIN_TOKENS else best
 
@@ -92,8 +94,10 @@ class PrefixCache:
         yield from (slot.sequence for slot in self.slots if self.cuts_anywhere or slot.idle)
         yield from (checkpoint.sequence for checkpoint in self.checkpoints)
 
-    def _usable(self, sequence: Sequence, tokens: list[int]) -> int:
+    def _usable(self, sequence: Sequence, tokens: list[int], spans: SpanMap) -> int:
         shared = min(common_prefix(sequence.tokens, tokens), len(tokens) - 1)
+        if spans:
+            shared = spans.whole(shared)
         if shared == len(sequence):
             return shared
         if self._llama.has_recurrent_state:
@@ -102,7 +106,8 @@ class PrefixCache:
         if not window:
             return shared
         # Also where windows are kept whole: a state that came back from host memory brought its last window only.
-        return shared if self._llama.first_position(sequence.index) <= max(0, shared - window) else 0
+        position = spans.position(shared) if spans else shared
+        return shared if self._llama.first_position(sequence.index) <= max(0, position - window) else 0
 
     def leader(self, generation: Generation, at_hand: int) -> Generation | None:
         """A running generation that is about to compute a longer prefix of this one than is at hand; None if there is none.
@@ -114,6 +119,8 @@ class PrefixCache:
             if leader is None or slot.decoding or not leader.reuse_prefix:
                 continue
             fork = min(common_prefix(leader.tokens, generation.tokens), len(generation.tokens) - 1)
+            if generation.spans:
+                fork = generation.spans.whole(fork)
             done = len(slot.sequence)
             # Whoever has everything that the leader has so far waits for the rest too, or it would leave just before the end.
             worth = 1 if at_hand == done > 0 else max(WORTH_WAITING_TOKENS, self.checkpoint_min_tokens)
@@ -153,7 +160,7 @@ class PrefixCache:
             self._touch(source.sequence)
         elif source.entry is not None:
             self.make_room(len(source.entry.tokens))
-            if sequence.load(source.entry.state, source.entry.tokens):
+            if sequence.load(source.entry.state, source.entry.tokens, source.entry.spans):
                 self.host.used(source.entry)
                 sequence.cut(source.length)
             else:

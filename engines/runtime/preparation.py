@@ -11,9 +11,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
@@ -32,12 +32,19 @@ from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.llama import Llama
+from engines.runtime.media_desk import MediaDesk
+from engines.runtime.media_image import ImageFile, image_file
+from engines.runtime.media_projector import Part
+from engines.runtime.media_span import NO_SPANS, SpanMap
 from engines.runtime.request_defaults import RequestDefaults
 from engines.runtime.sampler import SEED_MASK, SamplingParams
 
 PREPARE_THREADS = 2
 MAX_REQUEST_ID_CHARS = 128
 T = TypeVar("T")
+Asked = TypeVar("Asked")
+# What stands in a prompt for each image of a conversation, in order.
+Images = Sequence[Sequence[Part]]
 
 
 def request_id(request: web.Request) -> str:
@@ -51,6 +58,16 @@ def plain_request_id(given: str) -> str:
     return given if plain and 0 < len(given) <= MAX_REQUEST_ID_CHARS else uuid.uuid4().hex
 
 
+@dataclass(frozen=True)
+class AwaitingImages(Generic[Asked]):
+    """A request whose images must be computed before it can go on; `params` are their fields."""
+
+    asked: Asked
+    chat: ChatRequest
+    files: list[ImageFile]
+    params: list[str]
+
+
 class Preparation:
     """What every operation on the loaded model shares. `run` and `running` are for the event loop, the rest for any thread."""
 
@@ -62,11 +79,14 @@ class Preparation:
         self._making = threading.Lock()
         self._template: ChatTemplate | None = None
         self._compiler: ConstraintCompiler | None = None
+        self._media: MediaDesk | None = None
         self.defaults = RequestDefaults()
 
     def close(self) -> None:
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._media is not None:
+            self._media.close()
         with self._making:
             if self._template is not None:
                 self._template.close()
@@ -81,15 +101,68 @@ class Preparation:
         self.llama  # noqa: B018
         return await asyncio.get_running_loop().run_in_executor(self._aside, work, *args)
 
+    async def run_chat(
+        self,
+        read: Callable[[], Asked],
+        chat_of: Callable[[Asked], ChatRequest],
+        finish: Callable[[Asked, ChatRequest, Images], T],
+        param: str,
+        *,
+        translated: bool = False,
+    ) -> T:
+        """`finish` with what was read, its chat and the chat's images, which are computed between the two.
+
+        Without images all of it is one piece of work on one of the threads. Errors name the image's place under `param`, or
+        `param` alone where the chat is `translated` from another shape. Raises what `run` and the two do, InvalidRequest for
+        images that cannot be taken, and QueueFull.
+        """
+
+        def begin() -> T | AwaitingImages[Asked]:
+            asked = read()
+            chat = chat_of(asked)
+            shown = chat.images()
+            if not shown:
+                return finish(asked, chat, ())
+            self.require_sight(param)
+            params = [param if translated else f"{param}.{at.message}.content.{at.part}" for at in shown]
+            files = [image_file(at.url, place) for at, place in zip(shown, params, strict=True)]
+            return AwaitingImages(asked, chat, files, params)
+
+        begun = await self.run(begin)
+        if not isinstance(begun, AwaitingImages):
+            return begun
+        images = await self.media.parts(begun.files, begun.params)
+        return await self.run(finish, begun.asked, begun.chat, images)
+
+    def require_sight(self, param: str) -> None:
+        """Raises UnsupportedParameter where the model sees no images."""
+        if not self.config.sees_images:
+            raise UnsupportedParameter(
+                "This engine's model sees no images; it has no projector.",
+                param=param,
+                hint="Start the engine with projector_path, or send text only.",
+            )
+
+    @property
+    def media(self) -> MediaDesk:
+        """For the event loop, and only where the engine sees images. Raises EngineLoading and EngineStopping."""
+        self.llama  # noqa: B018
+        if self._media is None:
+            assert self.core.projector is not None
+            self._media = MediaDesk(self.config, self.core.projector)
+        return self._media
+
     @contextmanager
     def running(self, generations: Sequence[Generation]) -> Iterator[None]:
         """Submits all of them, and cancels what still runs when the block is left, by whatever way."""
-        self.core.submit(*generations)
-        try:
-            yield
-        finally:
-            for generation in generations:
-                self.core.cancel(generation)
+        spans = generations[0].spans  # all choices show the same
+        with self.media.holding(spans) if spans else nullcontext():
+            self.core.submit(*generations)
+            try:
+                yield
+            finally:
+                for generation in generations:
+                    self.core.cancel(generation)
 
     @property
     def llama(self) -> Llama:
@@ -127,12 +200,18 @@ class Preparation:
             for generation in generations:
                 generation.constraint = self.compiler.compile(spec)
 
-    def chat_prompt(self, request: ChatRequest, param: str = "messages") -> Prompt:
-        """The request's messages as the model reads them. `param` names the client's field in errors."""
+    def chat_prompt(self, request: ChatRequest, param: str = "messages", images: Images = ()) -> Prompt:
+        """The request's messages as the model reads them. `param` names the client's field in errors.
+
+        Raises UnsupportedParameter for a request with images that comes without what was computed of them.
+        """
         llama = self.llama
+        if not images and request.images():
+            self.require_sight(param)
+            raise UnsupportedParameter("Images are not taken here.", param=param, hint="Send them in a chat over HTTP.")
         self.refuse_hopeless(sum(len(message.text().encode()) for message in request.messages), param)
         try:
-            return self.template.prompt(request, with_cuts=llama.needs_checkpoints)
+            return self.template.prompt(request, with_cuts=llama.needs_checkpoints, images=images)
         except UnicodeEncodeError as error:
             raise InvalidRequest("The rendered prompt holds a lone surrogate, which is not valid Unicode.") from error
 
@@ -143,6 +222,7 @@ class Preparation:
         identity: str,
         *,
         cuts: Sequence[int] = (),
+        spans: SpanMap = NO_SPANS,
         param: str,
     ) -> list[Generation]:
         """`n` generations of each prompt, which differ in their seed and share one mailbox; `choice` is the place in the list.
@@ -176,6 +256,7 @@ class Preparation:
                 reuse_prefix=request.cache_prompt,
                 wants_progress=request.return_progress and request.stream and index == 0,
                 cuts=list(cuts),
+                spans=spans,
                 owner=request.prompt_cache_key or request.user or "",
                 priority=request.priority,
                 draft_min=request.draft_min,

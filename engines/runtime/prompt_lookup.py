@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 from engines.runtime.generation import Generation
@@ -48,5 +49,8 @@ class PromptLookup:
         for slot in slots:
             if slot.generation is not None:
                 index = self._indices.setdefault(slot.generation, RunIndex())
-                drafts[slot] = tuple(index.following(slot.generation.tokens, count))
+                found = index.following(slot.generation.tokens, count)
+                if slot.generation.spans:  # what stands for an image is no token
+                    found = list(takewhile(lambda token: token >= 0, found))
+                drafts[slot] = tuple(found)
         return drafts

@@ -14,7 +14,7 @@ from engines.rpc_exchange import Exchange
 from engines.rpc_serving import Service
 from engines.runtime.answers import ChatAnswer
 from engines.runtime.generation import Generation, Piece, Stats
-from engines.runtime.http_chat import ChatStream, PreparedChat, prepare_chat
+from engines.runtime.http_chat import ChatStream, prepared_chat
 from engines.runtime.http_stream import PING_S, collect, in_order
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation, plain_request_id
@@ -154,7 +154,7 @@ class ChatOperations:
 
     async def decode(self, exchange: Exchange, body: bytes) -> None:
         identity = plain_request_id(exchange.head.trace_id)
-        ready = await self._preparation.run(self._prepare_decode, body, identity)
+        ready = await prepared_chat(self._preparation, lambda: _decode_request(body), identity, "messages")
         model_name = self._config.model_name
         answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
         frames = TokenFrames(ChatStream(answer, ready.body), ready.generations)
@@ -163,11 +163,6 @@ class ChatOperations:
             await exchange.send_frames(frames.opening())
             await self._send_pieces(exchange, frames, ready.generations)
         await exchange.end_frames()
-
-    def _prepare_decode(self, body: bytes, identity: str) -> PreparedChat:
-        request = validated(ChatRequest, parse_json_object(body))
-        request.refuse_unsupported()
-        return prepare_chat(self._preparation, request.model_copy(update={"stream": True}), identity, "messages")
 
     async def _send_pieces(self, exchange: Exchange, frames: TokenFrames, generations: Sequence[Generation]) -> None:
         loop = asyncio.get_running_loop()
@@ -220,6 +215,12 @@ class TokenFrames:
 
     def closing(self, last: dict[int, Piece]) -> list[bytes]:
         return list(_objects(self._answer.closing(in_order(last))))
+
+
+def _decode_request(body: bytes) -> ChatRequest:
+    request = validated(ChatRequest, parse_json_object(body))
+    request.refuse_unsupported()
+    return request.model_copy(update={"stream": True})
 
 
 def _objects(events: bytes) -> Iterator[bytes]:

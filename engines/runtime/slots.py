@@ -7,6 +7,7 @@ import time
 from engines.config import SlotView
 from engines.runtime.cells import Sequence
 from engines.runtime.generation import Generation
+from engines.runtime.media_span import PlacedSpan
 
 
 class Slot:
@@ -36,6 +37,12 @@ class Slot:
     def decoding(self) -> bool:
         return self.generation is not None and self.generation.new_tokens > 0 and self.todo_tokens == 1
 
+    @property
+    def span(self) -> PlacedSpan | None:
+        """The span that the next token belongs to; it is decoded by a call of its own."""
+        generation = self.generation
+        return generation.spans.covering(len(self.sequence)) if generation and generation.spans else None
+
     def begin(self, generation: Generation) -> None:
         """Takes the generation; its sequence already holds what can be reused."""
         if generation.started_at is None:
@@ -44,15 +51,20 @@ class Slot:
         self.used_at = time.monotonic()
 
     def release(self) -> None:
-        """Ends the generation's stay; its tokens remain for reuse."""
+        """Ends the generation's stay; its tokens remain for reuse, but for the beginning of a span."""
         self.generation = None
+        if self.sequence.spans:
+            self.sequence.drop_part_of_span()
         self.used_at = time.monotonic()
 
     def next_chunk(self, room: int) -> int:
-        """How many tokens to decode next: at most `room`, and up to the next place where a checkpoint is wanted."""
+        """How many tokens to decode next: at most `room`, and up to the next span or place where a checkpoint is wanted."""
         assert self.generation is not None
         done = len(self.sequence)
         until_cut = next((cut - done for cut in self.generation.cuts if cut > done), room)
+        if self.generation.spans:
+            until_span = self.generation.spans.until_span(done)
+            until_cut = until_cut if until_span is None else min(until_cut, until_span)
         return min(self.todo_tokens, room, until_cut)
 
     def view(self, context_tokens: int) -> SlotView:

@@ -80,20 +80,26 @@ class Speculation:
                 self.length.drafting.saw(sequences, self.head.time_draft(min(sequences, self._sequences)))
 
     def _time_step(self, batch: Batch, rows: int) -> None:
-        """The last of a few alike counts: a device prepares kernels, buffers and graphs for each size."""
+        """The last of a few alike counts: a device prepares kernels, buffers and graphs for each size.
+
+        Rows beyond one draft's lie in sequences of their own, as a step's do: one each while there are enough.
+        """
+        each = 1 if self.length.longest + 1 < rows <= self._sequences else min(rows, self.length.longest + 1)
         seconds = 0.0
         for _ in range(WARM_UP_REPEATS):
             batch.clear()
-            batch.add(0, 0, [0] * rows, outputs=rows)
+            for seq in range(rows // each):
+                batch.add(seq, 0, [0] * each, outputs=each)
             started = time.monotonic()
             status = self._llama.decode(batch)
             self._llama.synchronize()
             seconds = time.monotonic() - started
-            self._llama.clear(0)
+            for seq in range(rows // each):
+                self._llama.clear(seq)
             if status != 0:
-                log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", rows, status)
+                log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", batch.count, status)
                 return
-        self.length.steps.saw(rows, seconds)
+        self.length.steps.saw(batch.count, seconds)
 
     def close(self) -> None:
         if self.head is not None:

@@ -18,6 +18,7 @@ from engines.errors import (
     SlotNotFound,
     SlotOccupied,
     StateError,
+    StateHasImages,
     StateInvalid,
     StateTooLarge,
 )
@@ -204,6 +205,9 @@ def _require_free(slot: Slot) -> None:
 
 
 def _look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
+    if slot.sequence.spans:
+        # Rows of images are no tokens and may share positions; the forms of states know neither.
+        raise StateHasImages(f"Slot {slot.index} holds a conversation with images, whose state stays here.")
     cuts = tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in _checkpoints(cache, codec, slot))
     part_bytes = codec.part_bytes(slot.sequence)
     return SlotLook(list(slot.sequence.tokens), part_bytes, cuts, slot.generation is not None, slot.transfer)

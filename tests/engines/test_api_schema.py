@@ -205,3 +205,24 @@ def test_arguments_of_past_calls_become_the_objects_that_templates_read(argument
     call = parse_chat_request(json.dumps(past_call(name="f", arguments=arguments)).encode()).messages[1].tool_calls
     assert call is not None
     assert call[0].function.argument_values() == values
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mirostat", 2),
+        ("samplers", ["top_k"]),
+        ("top_n_sigma", 1.5),
+        ("continue_final_message", True),
+        ("lora", [{"id": 0}]),
+    ],
+)
+def test_fields_of_llama_servers_that_are_not_served_are_refused(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        parse_chat_request(json.dumps({"messages": [{"role": "user", "content": "x"}], field: value}).encode())
+    assert caught.value.param == field
+
+
+def test_values_that_mean_nothing_pass() -> None:
+    neutral = {"mirostat": 0, "dynatemp_range": 0.0, "top_n_sigma": -1, "samplers": None, "lora": [], "id_slot": 3}
+    parse_chat_request(json.dumps({"messages": [{"role": "user", "content": "x"}], **neutral}).encode())

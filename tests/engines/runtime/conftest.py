@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import llama_cpp
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from engines.config import EngineConfig
 from engines.runtime import llama_log
 from engines.runtime.llama import Llama, Vocabulary
+from tests import synthetic_projector
 from tests.conftest import PulledModel
 from tests.engine_process import EngineProcess
 from tests.synthetic_gguf import SyntheticModel
@@ -26,6 +28,15 @@ def tiny_vocabulary(tiny_model: Callable[..., SyntheticModel]) -> Iterator[Vocab
     llama = Llama(config, 1, lambda _share: None)
     yield llama.vocabulary
     llama.close()
+
+
+@pytest.fixture(scope="session")
+def projectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a projector for each kind of model that has one, as <kind>.gguf."""
+    folder = tmp_path_factory.mktemp("projectors")
+    synthetic_projector.write_qwen_projector(folder / "qwen35.gguf")
+    synthetic_projector.write_gemma_projector(folder / "gemma3.gguf")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -251,3 +251,16 @@ async def test_stopping_ends_everybody_with_a_word(tiny_model: Callable[..., Syn
             assert isinstance((await finished(work)).error, EngineStopping)
         with pytest.raises(EngineStopping):
             core.submit(generation(prompt_of(model, 10)))
+
+
+async def test_a_shorter_wait_is_not_held_up_by_a_longer_ones_timer() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Piece(text="x"))
+    waiting = asyncio.create_task(mailbox.take(30))
+    assert [piece.text for piece in await waiting] == ["x"]
+    long = asyncio.create_task(mailbox.take(30))
+    await asyncio.sleep(0.01)
+    mailbox.put(Piece(text="y"))
+    assert [piece.text for piece in await long] == ["y"]
+    async with asyncio.timeout(5):
+        assert await mailbox.take(0.02) == []

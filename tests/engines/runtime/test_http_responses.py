@@ -137,7 +137,7 @@ def test_items_become_messages_that_a_template_knows() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "invalid_request", "input"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "invalid_request",
+            "unsupported_parameter",
             "input",
         ),
         ({"input": "word " * 2000}, "context_length_exceeded", "input"),

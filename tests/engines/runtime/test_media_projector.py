@@ -26,20 +26,11 @@ from engines.runtime.media_desk import MediaDesk
 from engines.runtime.media_image import ImageFile, image_file
 from engines.runtime.media_projector import Projector, bindings
 from engines.runtime.media_prompt import MediaPrompt, assemble, new_marker
-from engines.runtime.media_span import MediaSpan
-from tests import synthetic_projector
+from engines.runtime.media_span import MediaSpan, PlacedSpan, SpanMap
 from tests.synthetic_gguf import SyntheticModel
 
 Models = Callable[..., SyntheticModel]
 KINDS = ("qwen35", "gemma3")
-
-
-@pytest.fixture(scope="module")
-def projectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("projectors")
-    synthetic_projector.write_qwen_projector(folder / "qwen35.gguf")
-    synthetic_projector.write_gemma_projector(folder / "gemma3.gguf")
-    return folder
 
 
 def config_of(model: Path, projector: Path, **settings: Any) -> EngineConfig:
@@ -321,6 +312,18 @@ async def test_a_fault_is_the_askers_own_and_the_line_is_bounded(tiny_model: Mod
         assert answers[0].param == "messages.3"
         assert sum(isinstance(answer, QueueFull) for answer in answers) == 7
         assert len(await desk.parts([file_of(64, 128, 99)], ["messages"])) == 1
+
+
+async def test_what_waiting_requests_hold_is_bounded(tiny_model: Models, projectors: Path) -> None:
+    async with desk_of(tiny_model("qwen35"), projectors / "qwen35.gguf", 1 << 20) as desk:
+        ((_, span, _),) = await desk.parts([file_of(64, 128)], ["messages"])
+        assert isinstance(span, MediaSpan)
+        spans = SpanMap([PlacedSpan(1, span)])
+        limit_bytes = spans.size_bytes * 2
+        with desk.holding(spans, limit_bytes), desk.holding(spans, limit_bytes), pytest.raises(QueueFull, match="MiB"):
+            desk.holding(spans, limit_bytes).__enter__()
+        with desk.holding(spans, 1):  # whoever is alone may be larger
+            pass
 
 
 async def test_whoever_leaves_takes_nobody_with_them(tiny_model: Models, projectors: Path) -> None:
