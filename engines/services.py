@@ -392,6 +392,7 @@ def _engine_task(engine: Engine) -> EngineTask:
         chat_template=engine.variant.model.chat_template,
         pooling=engine.variant.model.pooling,
         speculation=engine.variant.model.speculation,
+        projector_path="" if engine.variant.model.pooling else engine.variant.model.projector_path,
         max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,
         engine_id=engine.pk,
         **{f"default_{key}": value for key, value in asdict(defaults).items()},

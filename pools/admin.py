@@ -84,6 +84,7 @@ class ModelAdminPage(ModelAdmin):
             chat_template=obj.chat_template,
             pooling=obj.pooling,
             speculation=obj.speculation,
+            projector_path=obj.projector_path,
         )
 
 

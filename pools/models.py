@@ -99,6 +99,11 @@ class Model(models.Model):
         choices=Pooling.choices,
         help_text="What its engines do: generate text, or embed or score what they are given. Read at an engine's start.",
     )
+    projector_path = models.CharField(
+        max_length=4096,
+        blank=True,
+        help_text="The projector (mmproj GGUF) for images: a path on its engines' host. Read at an engine's start.",
+    )
     speculation = models.CharField(
         max_length=8,
         default=Speculation.NONE,

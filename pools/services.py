@@ -36,7 +36,8 @@ class VariantView:
 class ModelView:
     """A model as pages and the API list it. Size, quantization, counts and `header` are those of its first variant, if any.
 
-    `capabilities`: completion (with tools and reasoning where the chat template knows them), embedding, or rerank.
+    `capabilities`: completion (with tools and reasoning where the chat template knows them, vision with a projector),
+    embedding, or rerank.
     """
 
     name: str
@@ -203,6 +204,7 @@ def change_model(
     chat_template: str,
     pooling: str,
     speculation: str,
+    projector_path: str,
 ) -> bool:
     """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
 
@@ -216,6 +218,7 @@ def change_model(
         "chat_template": chat_template,
         "pooling": Pooling(pooling),
         "speculation": Speculation(speculation),
+        "projector_path": projector_path.strip(),
     }
     with transaction.atomic():
         changed = Model.objects.filter(pk=model_id).update(**values)
@@ -324,7 +327,7 @@ def _capabilities(model: Model, header: dict[str, Any]) -> tuple[str, ...]:
     if model.pooling:
         return ("rerank",) if model.pooling == Pooling.RANK else ("embedding",)
     abilities = _abilities(model.chat_template) if model.chat_template else header.get("template_abilities", [])
-    return "completion", *abilities
+    return "completion", *abilities, *(("vision",) if model.projector_path else ())
 
 
 def _abilities(template: str | None) -> list[str]:

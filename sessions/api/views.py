@@ -75,7 +75,7 @@ def _model_object(view: ModelView, engines: list[EngineView]) -> dict[str, Any]:
         },
         "architecture": {
             "name": view.header.get("architecture"),
-            "input_modalities": ["text"],
+            "input_modalities": ["text", "image"] if "vision" in view.capabilities else ["text"],
             "output_modalities": [_OUTPUTS.get(view.capabilities[0], "text")],
         },
         "status": {"value": next(status for status in _STATUS_ORDER if status in states)},

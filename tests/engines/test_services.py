@@ -191,17 +191,18 @@ def test_a_command_without_a_broker_is_written_all_the_same(
     assert "was not sent" in caplog.text
 
 
-def test_an_engine_is_told_its_models_template_and_pooling(engine: Engine) -> None:
+def test_an_engine_is_told_what_its_model_chose(engine: Engine) -> None:
     model = engine.variant.model
     assert pools.change_model(
         model.pk,
         display_name="",
         generation_defaults={},
         chat_template="{{ messages }}",
-        pooling="cls",
+        pooling="",
         speculation="lookup",
+        projector_path=" /models/mmproj.gguf ",
     )
     task = services.engine_task(engine.pk)
     assert task is not None
-    told = (task.config.chat_template, task.config.pooling, task.config.speculation)
-    assert told == ("{{ messages }}", "cls", "lookup")
+    told = (task.config.chat_template, task.config.speculation, task.config.projector_path)
+    assert told == ("{{ messages }}", "lookup", "/models/mmproj.gguf")

@@ -141,9 +141,12 @@ def test_a_template_and_a_pooling_of_the_owners_win_over_the_files(
         "chat_template": "",
         "pooling": "",
         "speculation": "none",
+        "projector_path": "",
     }
     assert services.change_model(model.pk, **{**changes, "chat_template": "{{ tools }}"})
     assert services.model_views()[0].capabilities == ("completion", "tools")
+    assert services.change_model(model.pk, **{**changes, "projector_path": "/models/mmproj.gguf"})
+    assert services.model_views()[0].capabilities[-1] == "vision"
     assert services.change_model(model.pk, **{**changes, "pooling": "last"})
     assert services.model_views()[0].capabilities == ("embedding",)
     for wrong in (
