@@ -227,6 +227,11 @@ class EngineConfig:
         return min(self.batch_tokens, self.micro_batch_tokens, self.cells)
 
     @property
+    def wants_draft_head(self) -> bool:
+        """Whether the model's own draft head is loaded, if it has one."""
+        return self.longest_draft > 0 and self.speculation in ("mtp", "auto")
+
+    @property
     def longest_draft(self) -> int:
         return 0 if self.speculation == "none" or self.pooling else self.draft_tokens
 

@@ -72,6 +72,7 @@ class DraftModel:
             self.close()
             raise ModelLoadFailed("llama.cpp could not make a context for the draft head; use speculation none")
         self._cleanup.callback(llama_cpp.llama_free, self._context)
+        llama.count_draft_context(self._context)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = DraftBatch(params.native.n_batch, self.embedding_length)
         llama_cpp_ext.llama_set_embeddings_nextn(llama.context, True, False)

@@ -162,11 +162,11 @@ class Llama:
         llama_log.install()
         llama_cpp.llama_backend_init()
         try:
-            watch = LoadWatch(config)
+            self._watch = LoadWatch(config)
             self._load(config, on_progress)
-            with llama_log.collected() as said:
+            with llama_log.collected() as self._said:
                 self._make_context(config, threads)
-            self.memory_report: MemoryReport = watch.report(self.model, self.context, said.lines)
+            self.memory_report: MemoryReport = self._watch.report(self.model, self.context, self._said.lines)
         except BaseException:
             self.close()
             raise
@@ -215,6 +215,10 @@ class Llama:
         self.batch_tokens: int = llama_cpp.llama_n_batch(self.context)
         self._candidate_ids = np.zeros(config.device_candidates, dtype=np.int32)
         self._candidate_logits = np.zeros(config.device_candidates, dtype=np.float32)
+
+    def count_draft_context(self, context: Any) -> None:
+        """Measures again, with the context of the model's draft head."""
+        self.memory_report = self._watch.report(self.model, self.context, self._said.lines, context)
 
     def decode(self, batch: Batch) -> int:
         """0 done; 1 no room in the cache; negative: refused. Releases the GIL while it computes."""

@@ -89,9 +89,9 @@ class LoadWatch:
         self._shares = memory_probe.row_shares(config, self._placement)
         self._before = self._outside_view()
 
-    def report(self, model: Any, context: Any, lines: list[str]) -> MemoryReport:
-        """Measures a loaded model and its context; `lines` is what llama.cpp logged while it made the context."""
-        measured = memory_probe.measured(model, context, lines, self._shares)
+    def report(self, model: Any, context: Any, lines: list[str], draft_context: Any = None) -> MemoryReport:
+        """Measures a loaded model and its contexts; `lines` is what llama.cpp logged while it made the first."""
+        measured = memory_probe.measured(model, context, lines, self._shares, draft_context)
         now = self._outside_view()
         taken = {device: max(now[device] - before, 0) for device, before in self._before.items()}
         report = MemoryReport(self.predicted, measured, taken)

@@ -99,7 +99,7 @@ def _axes(config: EngineConfig, simulation: Simulation, short_devices: Sequence[
     if config.pooling:
         candidates = [_context(config), _pooled_steps(config)]
     else:
-        candidates = [_slots(config), _context(config), _kv_types(config)]
+        candidates = [_slots(config), _context(config), _kv_types(config), _drafts(config)]
         if simulation.has_recurrent_state:
             candidates.append(_checkpoints(config))
         if HOST in short_devices:
@@ -113,6 +113,13 @@ def _axes(config: EngineConfig, simulation: Simulation, short_devices: Sequence[
 
 def _slots(config: EngineConfig) -> list[Step]:
     return [Step({"slots": slots}, math.log2(config.slots / slots)) for slots in range(config.slots - 1, 0, -1)]
+
+
+def _drafts(config: EngineConfig) -> list[Step]:
+    """Shorter drafts take less recurrent state; without any the draft head goes too."""
+    longest = config.longest_draft
+    shorter = [Step({"draft_tokens": left}, 0.2 * (longest - left) / longest) for left in range(longest - 1, 0, -1)]
+    return [*shorter, Step({"speculation": "none"}, 0.3)] if longest else []
 
 
 def _context(config: EngineConfig) -> list[Step]:

@@ -19,7 +19,7 @@ import llama_cpp
 from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
 from engines.runtime import ggml, host_memory, llama_log
-from engines.runtime.context_params import ContextParams
+from engines.runtime.context_params import ContextParams, DraftContextParams
 from engines.runtime.host_memory import Room
 from engines.runtime.media_memory import projector_bytes
 from engines.runtime.memory_need import HOST, DeviceNeed, MemoryNeed
@@ -165,6 +165,7 @@ class Simulation:
             )
         self._cleanup.callback(llama_cpp.llama_model_free, self._model)
         self.layers: int = llama_cpp.llama_model_n_layer(self._model)
+        self.draft_layers: int = llama_cpp.llama_model_n_layer_nextn(self._model)
         self.has_recurrent_state = bool(
             llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model)
         )
@@ -235,11 +236,28 @@ class Simulation:
                 # Weights that are repacked for the CPU's kernels leave the file and get memory of their own.
                 mapped = config.mmap and ggml.is_host_buffer_type(entry.buffer_type)
                 parts.add(entry, mapped_bytes=entry.weights_bytes if mapped else 0)
+            if config.wants_draft_head and self.draft_layers:
+                parts.add_context(self._draft_context(stack, config, context, sequences, cells))
             return parts.devices
 
+    def _draft_context(self, stack: ExitStack, config: EngineConfig, target: Any, sequences: int, cells: int) -> Any:
+        params = DraftContextParams(config, 1, target)
+        stack.callback(params.close)
+        params.native.n_ctx += cells - config.cells
+        params.native.n_seq_max = sequences
+        params.native.n_samplers = min(params.native.n_samplers, sequences)
+        with llama_log.collected(forward=False) as log:
+            context = llama_cpp.llama_init_from_model(self._model, params.native)
+        if not context:
+            raise ModelLoadFailed(f"llama.cpp could not make a context for the draft head: {log.reason}")
+        stack.callback(llama_cpp.llama_free, context)
+        return context
 
-def measured(model: Any, context: Any, lines: list[str], shares: Mapping[str, float]) -> MemoryNeed:
-    """What a loaded model and its context hold, by llama.cpp's account; `lines` are those of making the context."""
+
+def measured(
+    model: Any, context: Any, lines: list[str], shares: Mapping[str, float], draft_context: Any = None
+) -> MemoryNeed:
+    """What a loaded model and its contexts hold, by llama.cpp's account; `lines` are those of making the first."""
     parts = _Account(lines, shares)
     for entry in buffers(context):
         if ggml.buffer_type_name(entry.buffer_type).endswith("_Mapped"):
@@ -247,6 +265,8 @@ def measured(model: Any, context: Any, lines: list[str], shares: Mapping[str, fl
             parts.add(entry, mapped_bytes=entry.weights_bytes)
         else:
             parts.add(entry, mapped_bytes=0)
+    if draft_context is not None:
+        parts.add_context(draft_context)
     return MemoryNeed(parts.devices)
 
 
@@ -290,6 +310,12 @@ class _Account:
             mapped_bytes=mapped_bytes,
         )
         self._add(name, need)
+
+    def add_context(self, context: Any) -> None:
+        """A further context of the same model, whose weights are counted already."""
+        for entry in buffers(context):
+            need = DeviceNeed(kv_bytes=entry.cells_bytes, compute_bytes=entry.compute_bytes)
+            self._add(ggml.buffer_type_device(entry.buffer_type), need)
 
     def _add(self, device: str, need: DeviceNeed) -> None:
         self.devices[device] = self.devices.get(device, DeviceNeed()) + need

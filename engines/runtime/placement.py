@@ -52,7 +52,7 @@ def place(config: EngineConfig) -> Placement:
     native.n_gpu_layers = config.gpu_layers
     native.main_gpu = config.main_gpu
     native.split_mode = _SPLIT_MODES[config.split_mode]
-    native.load_mtp = config.speculation in ("mtp", "auto")
+    native.load_mtp = config.wants_draft_head
     if not config.mmap:
         native.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE
     arrays: list[Any] = []

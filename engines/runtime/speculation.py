@@ -62,7 +62,7 @@ class Speculation:
         self._equal_lengths = llama.has_recurrent_state
         self.head: DraftModel | None = None
         self._drafter: Drafter = PromptLookup()
-        if has_head and config.speculation in ("mtp", "auto"):
+        if has_head and config.wants_draft_head:
             self.head = self._drafter = DraftModel(llama, config, threads)
             sequences = [slot.sequence for slot in cache.slots]
             for sequence in (*sequences, *(checkpoint.sequence for checkpoint in cache.checkpoints)):

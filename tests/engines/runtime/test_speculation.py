@@ -180,3 +180,18 @@ async def test_the_same_seed_draws_the_same_text(tiny_model: ModelWriter, archit
     async with running(model, **FIXED) as core:
         drafted = await run(core, prompt_of(model, 40), 60, params=params, **THREE)
     assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_the_memory_of_drafts_is_predicted(tiny_model: ModelWriter, architecture: str) -> None:
+    model = tiny_model(architecture, nextn=True)
+    async with running(model, **FIXED, slots=4) as core:
+        report = core.loaded.memory_report
+        assert report.error_share("CPU") <= 0.05
+        assert report.measured.host.recurrent_bytes > 0
+    async with running(model, slots=4) as core:
+        plain = core.loaded.memory_report.measured.host
+    with_drafts = report.measured.host
+    assert with_drafts.recurrent_bytes == pytest.approx(4 * plain.recurrent_bytes, rel=0.01)
+    assert with_drafts.kv_bytes > plain.kv_bytes
+    assert with_drafts.weights_bytes > plain.weights_bytes
