@@ -1,4 +1,4 @@
-"""`python -m bench engine|prefix|spec|kv|model`: measurements of Hydra, against llama-server or a copy; the last line is JSON."""
+"""`python -m bench engine|prefix|spec|kv|store|model`: Hydra measured against llama-server or a copy; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import engine, kv, prefix, spec
+from bench import engine, kv, prefix, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path
 from bench.vocabulary import ROOT
@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
         module.add_arguments(command)
     commands.choices["engine"].add_argument("--model", default="smollm2", help="smollm2, synthetic:NAME or a path")
     kv.add_arguments(commands.add_parser("kv", description=kv.__doc__))
+    store.add_arguments(commands.add_parser("store", description=store.__doc__))
     writer = commands.add_parser("model", description="Writes or fetches a model and prints its path.")
     writer.add_argument("name", help="smollm2, synthetic:NAME or a path")
     options = parser.parse_args(arguments)
@@ -51,6 +52,9 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.command == "kv":
             print(json.dumps(kv.run(options)), flush=True)
+            return 0
+        if options.command == "store":
+            print(json.dumps(store.run(options)), flush=True)
             return 0
         peer = None if options.peer == "none" else Path(options.peer).resolve()
         if options.command == "engine":

@@ -94,6 +94,12 @@ class Answer:
     async def rest_into(self, target: memoryview, timeout_s: float) -> None:
         if len(target) != self.unread_bytes:
             raise ProtocolBroken(f"{self.unread_bytes} bytes are to come; the buffer has {len(target)}.")
+        await self.part_into(target, timeout_s)
+
+    async def part_into(self, target: memoryview, timeout_s: float) -> None:
+        """Fills `target` with the payload's next bytes. Raises ProtocolBroken where so many are not left."""
+        if len(target) > self.unread_bytes:
+            raise ProtocolBroken(f"{self.unread_bytes} bytes are to come; {len(target)} are wanted.")
         for start in range(0, len(target), PIECE_BYTES):
             piece = target[start : start + PIECE_BYTES]
             async with within(timeout_s):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, BinaryIO
 
-from engines.errors import EngineError, ProtocolBroken
+from engines.errors import EngineError, InvalidRequest, ProtocolBroken
 from engines.rpc_stream import Buffer, ByteStream
 from engines.wire import END_OF_FRAMES, STREAMED, RequestHead, ResponseHead, Status, frame
 from engines.wire_json import ErrorMeta, write_json
@@ -18,6 +18,8 @@ from engines.wire_json import ErrorMeta, write_json
 # Below this a sender counts as stalled, however regularly its bytes drip.
 MIN_BYTES_PER_S = 1 << 18
 DEFAULT_CHUNK_BYTES = 1 << 21
+# A call of sendfile pauses and resumes the connection's reading: seldom enough to cost nothing.
+FILE_CHUNK_BYTES = 1 << 24
 
 _STATUS_OF = {
     404: Status.NOT_FOUND,
@@ -64,6 +66,19 @@ class Exchange:
             part = bytes((await self._arrived())[: self.unread_bytes])
             self._take(len(part))
             yield part
+
+    async def read_into(self, target: memoryview) -> None:
+        """Fills `target` with the payload's next bytes, straight from the socket. Raises InvalidRequest where fewer are left."""
+        if len(target) > self.unread_bytes:
+            raise InvalidRequest(f"The payload ends {len(target) - self.unread_bytes} bytes early.")
+        for start in range(0, len(target), self.chunk_bytes):
+            part = target[start : start + self.chunk_bytes]
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._stream.read_into(part)
+            except TimeoutError as error:
+                raise ConnectionAbortedError("The peer stalled inside a request.") from error
+            self.unread_bytes -= len(part)
 
     async def drop_rest(self) -> None:
         """Reads what the handler left, so that the next request stands at its place."""
@@ -113,6 +128,20 @@ class Exchange:
             self._unsent_bytes -= len(part)
             self.complete = self._unsent_bytes == 0
             await self._write(part)
+
+    async def send_file(self, file: BinaryIO, offset: int, count: int) -> None:
+        """A part of the payload out of a file, without a copy through this process. Raises ProtocolBroken beyond its length."""
+        if count > self._unsent_bytes:
+            raise ProtocolBroken(f"{count} bytes more than announced; {self._unsent_bytes} were left.")
+        for start in range(0, count, FILE_CHUNK_BYTES):
+            size = min(FILE_CHUNK_BYTES, count - start)
+            self._unsent_bytes -= size
+            self.complete = self._unsent_bytes == 0
+            try:
+                async with asyncio.timeout(self._stall_s + size / MIN_BYTES_PER_S):
+                    await self._stream.send_file(file, offset + start, size)
+            except TimeoutError as error:
+                raise ConnectionAbortedError("The peer does not take its answer.") from error
 
     async def begin_frames(self, message: Any) -> None:
         """Announces a streamed answer: `send_frames` as often as wanted, then `end_frames`."""

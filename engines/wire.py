@@ -114,17 +114,17 @@ OPERATIONS: dict[int, Operation] = {
         Operation(Opcode.STATE_META, "engine", "slot", 0),
         Operation(Opcode.GET_MANIFEST, "store", "object", 0),
         Operation(Opcode.CONFIGURE, "engine", "none", MAX_CONFIGURE_BYTES),
-        Operation(Opcode.INFO, "engine", "none", 0),
+        Operation(Opcode.INFO, "both", "none", 0),
         Operation(Opcode.PREFILL, "engine", "none", MAX_JSON_BYTES),
         Operation(Opcode.DECODE, "engine", "none", MAX_JSON_BYTES),
         Operation(Opcode.SET_EXPERT_MODE, "engine", "none", MAX_CONFIGURE_BYTES),
         Operation(Opcode.SWAP_QUANT, "engine", "none", MAX_CONFIGURE_BYTES),
         Operation(Opcode.PIPELINE_ATTACH, "engine", "none", MAX_CONFIGURE_BYTES),
         Operation(Opcode.HELLO, "both", "none", MAX_HELLO_BYTES),
-        Operation(Opcode.RESERVE, "store", "object", MAX_CONFIGURE_BYTES),
-        Operation(Opcode.COMMIT, "store", "reservation", MAX_CONFIGURE_BYTES),
-        Operation(Opcode.LEASE, "store", "object", 0),
-        Operation(Opcode.RELEASE, "store", "lease", 0),
+        Operation(Opcode.RESERVE, "store", "logical key", MAX_CONFIGURE_BYTES),
+        Operation(Opcode.COMMIT, "store", "ticket", MAX_CONFIGURE_BYTES),
+        Operation(Opcode.LEASE, "store", "object", MAX_JSON_BYTES),
+        Operation(Opcode.RELEASE, "store", "ticket", 0),
     )
 }
 

@@ -55,6 +55,11 @@ class ErrorMeta:
     retry_after_s: int | None = None
 
 
+@dataclass(frozen=True)
+class Empty:
+    """Meta of an answer that says all in its payload."""
+
+
 # --- HELLO (0x70) ---------------------------------------------------------------------------------
 
 
@@ -208,7 +213,7 @@ class DecodeAnswer:
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """PUT, PUT_META, COMMIT."""
+    """PUT, PUT_META."""
 
     stored: bool
 
@@ -285,18 +290,24 @@ class PutMetaBody:
 
 @dataclass(frozen=True)
 class ManifestChunk:
-    """One object of a snapshot. `hash` is the BLAKE3 digest of its bytes, `logical_key` what it was before it existed."""
+    """One object of a snapshot. `hash` is the BLAKE3 digest of its bytes, `logical_key` what it was before it existed.
+
+    `kind` is raw, block, tail, checkpoint, draft or state; `start` and `end` are the positions of the tokens it belongs to.
+    """
 
     index: int
     hash: str
     size: int
     kind: str = "raw"
     logical_key: str | None = None
+    start: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Body of PUT_MANIFEST and payload of GET_MANIFEST."""
+    """Body of PUT_MANIFEST and payload of GET_MANIFEST. `session` groups manifests (empty: its own key); a `pinned` one is never
+    evicted; `fingerprint` is what an engine must share to use it."""
 
     n_past: int
     total_size: int
@@ -304,6 +315,9 @@ class Manifest:
     model_hash: str
     model_path: str
     chunks: tuple[ManifestChunk, ...]
+    fingerprint: str = ""
+    session: str = ""
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -321,27 +335,96 @@ class PutManifestAnswer:
 
 @dataclass(frozen=True)
 class ReserveBody:
+    """The request's key is the logical key, or empty. With `hash` an object that is there already is found by it too."""
+
     size: int
     kind: str = "raw"
+    hash: str | None = None
 
 
 @dataclass(frozen=True)
-class PlaceAnswer:
-    """RESERVE and LEASE: `size` bytes at `offset` of the file `path`, held under `ticket` until COMMIT or RELEASE."""
+class ReserveAnswer:
+    """`present`: an object of that logical key or hash is there, `hash` says which, and nothing is to be written. Else `size`
+    bytes at `offset` of the file `path` are the caller's under `ticket`, to be written before `expires` (CLOCK_BOOTTIME)."""
 
-    ticket: str
-    path: str
-    offset: int
+    present: bool
     size: int
+    hash: str | None = None
+    ticket: str | None = None
+    path: str | None = None
+    offset: int | None = None
+    expires: float | None = None
 
 
 @dataclass(frozen=True)
 class CommitBody:
-    """`hash` is the BLAKE3 digest of what was written."""
+    """The request's key is the ticket. `hash` is the BLAKE3 digest of what was written, if the writer knows it."""
 
+    hash: str | None = None
+
+
+@dataclass(frozen=True)
+class CommitAnswer:
+    """`hash` names the object from now on. `stored` is False where it, or one of the same logical key, was there before."""
+
+    stored: bool
     hash: str
 
 
 @dataclass(frozen=True)
+class LeaseBody:
+    """Beside the request's key (a manifest's name, or empty): objects by hash or by logical key. With `ticket` a lease goes on
+    instead. `lease_s` None: as the store is set."""
+
+    hashes: tuple[str, ...] = ()
+    logical_keys: tuple[str, ...] = ()
+    ticket: str | None = None
+    lease_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """`size` bytes at `offset` of the file `path`. `checksum` is their XXH3 of 128 bits in hexadecimal."""
+
+    hash: str
+    kind: str
+    size: int
+    path: str
+    offset: int
+    checksum: str
+    logical_key: str | None = None
+
+
+@dataclass(frozen=True)
+class LeaseAnswer:
+    """The objects stay in place until `expires` (CLOCK_BOOTTIME of the host) or RELEASE of the `ticket`. With status PARTIAL
+    `missing` are the hashes and logical keys that are not there."""
+
+    ticket: str
+    expires: float
+    places: tuple[Place, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ReleaseAnswer:
+    """`released`: the lease or reservation held until now. Where it did not, what was read under it must be thrown away."""
+
     released: bool
+
+
+# --- INFO of a store (0x41) -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreInfoAnswer:
+    """`status` and `counts` are named as the series of /metrics."""
+
+    engine: str
+    version: str
+    protocol: int
+    instance: str
+    capabilities: tuple[str, ...]
+    max_object_bytes: int
+    status: dict[str, float]
+    counts: dict[str, int]
