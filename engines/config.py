@@ -30,6 +30,43 @@ class ConfigInvalid(ValueError):
     """An engine configuration holds a value that cannot work; the message names key, value and bound."""
 
 
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "rpc_port": (0, 65535),
+    "rpc_connections": (1, 4096),
+    "rpc_idle_s": (1, 86400),
+    "rpc_stall_s": (0.1, 3600),
+    "max_state_bytes": (1024, 1 << 36),
+    "slots": (1, 64),
+    "context_tokens": (16, 1 << 22),
+    "cache_tokens": (0, 1 << 24),
+    "batch_tokens": (16, 1 << 16),
+    "micro_batch_tokens": (16, 1 << 16),
+    "threads": (0, 1024),
+    "gpu_layers": (-1, 4096),
+    "main_gpu": (0, 255),
+    "cpu_moe_layers": (0, 4096),
+    "device_candidates": (8, 4096),
+    "whole_vocabulary_slots": (0, 64),
+    "checkpoints": (0, 128),
+    "checkpoint_spacing_tokens": (0, 1 << 20),
+    "checkpoint_min_tokens": (-1, 1 << 20),
+    "host_cache_bytes": (0, 1 << 44),
+    "draft_tokens": (1, 16),
+    "embedding_inputs": (1, 256),
+    "image_max_tokens": (0, 1 << 16),
+    "kv_block_tokens": (0, 1 << 14),
+    "default_max_tokens": (0, 1 << 22),
+    "default_temperature": (0, 5),
+    "default_top_p": (0, 1),
+    "default_top_k": (0, 1_000_000),
+    "default_min_p": (0, 1),
+    "queue_limit": (0, 65536),
+    "request_deadline_s": (1, 86400),
+    "max_body_bytes": (1024, 1 << 32),
+}
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """All an engine process needs to start alone. Written by the head as JSON, read by `python -m engines.runtime`.
@@ -120,45 +157,7 @@ class EngineConfig:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        bounds: Mapping[str, tuple[float, float]] = {
-            "port": (0, 65535),
-            "rpc_port": (0, 65535),
-            "rpc_connections": (1, 4096),
-            "rpc_idle_s": (1, 86400),
-            "rpc_stall_s": (0.1, 3600),
-            "max_state_bytes": (1024, 1 << 36),
-            "slots": (1, 64),
-            "context_tokens": (16, 1 << 22),
-            "cache_tokens": (0, 1 << 24),
-            "batch_tokens": (16, 1 << 16),
-            "micro_batch_tokens": (16, 1 << 16),
-            "threads": (0, 1024),
-            "gpu_layers": (-1, 4096),
-            "main_gpu": (0, 255),
-            "cpu_moe_layers": (0, 4096),
-            "device_candidates": (8, 4096),
-            "whole_vocabulary_slots": (0, 64),
-            "checkpoints": (0, 128),
-            "checkpoint_spacing_tokens": (0, 1 << 20),
-            "checkpoint_min_tokens": (-1, 1 << 20),
-            "host_cache_bytes": (0, 1 << 44),
-            "draft_tokens": (1, 16),
-            "embedding_inputs": (1, 256),
-            "image_max_tokens": (0, 1 << 16),
-            "kv_block_tokens": (0, 1 << 14),
-            "default_max_tokens": (0, 1 << 22),
-            "default_temperature": (0, 5),
-            "default_top_p": (0, 1),
-            "default_top_k": (0, 1_000_000),
-            "default_min_p": (0, 1),
-            "queue_limit": (0, 65536),
-            "request_deadline_s": (1, 86400),
-            "max_body_bytes": (1024, 1 << 32),
-        }
-        for key, (low, high) in bounds.items():
-            value = getattr(self, key)
-            if not low <= value <= high:
-                raise ConfigInvalid(f"{key} is {value}; it must lie between {low:g} and {high:g}")
+        check_bounds(self, _BOUNDS)
         if self.sampling not in SAMPLING_PATHS:
             raise ConfigInvalid(f"sampling is {self.sampling!r}; it must be one of {', '.join(SAMPLING_PATHS)}")
         if self.speculation not in SPECULATIONS:
@@ -279,22 +278,34 @@ class EngineConfig:
     @classmethod
     def from_json(cls, text: str) -> EngineConfig:
         """Raises ConfigInvalid for malformed JSON, unknown keys, missing keys and wrong types."""
-        try:
-            values: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigInvalid(f"not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigInvalid("the configuration must be a JSON object")
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(fields))
-        if unknown:
-            raise ConfigInvalid(f"unknown keys: {', '.join(unknown)}")
-        for key, value in values.items():
-            values[key] = _from_json(key, value, str(fields[key].type))
+        values = read_fields(cls, text)
         missing = {"model_path", "model_name"} - set(values)
         if missing:
             raise ConfigInvalid(f"missing keys: {', '.join(sorted(missing))}")
         return cls(**values)
+
+
+def check_bounds(config: object, bounds: Mapping[str, tuple[float, float]]) -> None:
+    """Raises ConfigInvalid for a field that lies outside its bounds, both of them included."""
+    for key, (low, high) in bounds.items():
+        value = getattr(config, key)
+        if not low <= value <= high:
+            raise ConfigInvalid(f"{key} is {value}; it must lie between {low:g} and {high:g}")
+
+
+def read_fields(cls: type[Any], text: str) -> dict[str, Any]:
+    """A dataclass's fields out of a JSON object. Raises ConfigInvalid for malformed JSON, unknown keys and wrong types."""
+    try:
+        values: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigInvalid(f"not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigInvalid("the configuration must be a JSON object")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ConfigInvalid(f"unknown keys: {', '.join(unknown)}")
+    return {key: _from_json(key, value, str(fields[key].type)) for key, value in values.items()}
 
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}

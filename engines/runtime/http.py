@@ -63,4 +63,3 @@ class EngineServer:
     def close(self) -> None:
         self.preparation.close()
         self.desk.close()
-        self.desk.close()

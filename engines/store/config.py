@@ -8,16 +8,40 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.browser_guard import is_loopback
-from engines.config import MIN_SECRET_BYTES, ConfigInvalid
+from engines.config import MIN_SECRET_BYTES, ConfigInvalid, check_bounds, read_fields
 
 MEMORY_FOLDER = "/dev/shm"
 PREFIX = "hydra-"
 MIN_SLAB_BYTES = 1 << 20
 # Lock and owner's record.
 OVERHEAD_BYTES = 1 << 16
+
+
+_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "capacity_bytes": (MIN_SLAB_BYTES + OVERHEAD_BYTES, 1 << 46),
+    "slab_bytes": (MIN_SLAB_BYTES, 1 << 36),
+    "abandoned_s": (0, 30 * 86400),
+    "port": (0, 65535),
+    "connections": (1, 4096),
+    "idle_s": (1, 86400),
+    "stall_s": (0.1, 3600),
+    "http_port": (0, 65535),
+    "lease_s": (0.1, 3600),
+    "max_lease_s": (0.1, 3600),
+    "preempt_s": (0.1, 3600),
+    "reclaim_s": (0.1, 86400),
+    "orphan_s": (0.1, 86400),
+    "sweep_s": (0.05, 60),
+    "pinned_share": (0, 1),
+    "session_manifests": (1, 4096),
+    "session_checkpoints": (1, 4096),
+    "max_manifests": (1, 1 << 22),
+    "disk_manifests": (0, 1 << 16),
+    "disk_bytes": (0, 1 << 46),
+    "disk_delay_s": (0, 3600),
+}
 
 
 @dataclass(frozen=True)
@@ -68,33 +92,7 @@ class StoreConfig:
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        bounds: Mapping[str, tuple[float, float]] = {
-            "capacity_bytes": (MIN_SLAB_BYTES + OVERHEAD_BYTES, 1 << 46),
-            "slab_bytes": (MIN_SLAB_BYTES, 1 << 36),
-            "abandoned_s": (0, 30 * 86400),
-            "port": (0, 65535),
-            "connections": (1, 4096),
-            "idle_s": (1, 86400),
-            "stall_s": (0.1, 3600),
-            "http_port": (0, 65535),
-            "lease_s": (0.1, 3600),
-            "max_lease_s": (0.1, 3600),
-            "preempt_s": (0.1, 3600),
-            "reclaim_s": (0.1, 86400),
-            "orphan_s": (0.1, 86400),
-            "sweep_s": (0.05, 60),
-            "pinned_share": (0, 1),
-            "session_manifests": (1, 4096),
-            "session_checkpoints": (1, 4096),
-            "max_manifests": (1, 1 << 22),
-            "disk_manifests": (0, 1 << 16),
-            "disk_bytes": (0, 1 << 46),
-            "disk_delay_s": (0, 3600),
-        }
-        for key, (low, high) in bounds.items():
-            value = getattr(self, key)
-            if not low <= value <= high:
-                raise ConfigInvalid(f"{key} is {value}; it must lie between {low:g} and {high:g}")
+        check_bounds(self, _BOUNDS)
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", self.instance):
             raise ConfigInvalid(
                 f"instance is {self.instance!r}; it must be a short name of letters, digits, '.', '_', '-'"
@@ -129,19 +127,4 @@ class StoreConfig:
     @classmethod
     def from_json(cls, text: str) -> StoreConfig:
         """Raises ConfigInvalid for malformed JSON, unknown keys and wrong types."""
-        try:
-            values: Any = json.loads(text)
-        except ValueError as error:
-            raise ConfigInvalid(f"not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigInvalid("the configuration must be a JSON object")
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(defaults))
-        if unknown:
-            raise ConfigInvalid(f"unknown keys: {', '.join(unknown)}")
-        for key, value in values.items():
-            kind = type(defaults[key])
-            fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-            if not fits or (isinstance(value, bool) and kind is not bool):
-                raise ConfigInvalid(f"{key} is {value!r}; it must be of type {kind.__name__}")
-        return cls(**values)
+        return cls(**read_fields(cls, text))
