@@ -125,23 +125,24 @@ def _store(**settings: Any) -> Iterator[StoreConfig]:
     config = StoreConfig(directory=str(folder / "hydra-bench"), port=port, session_manifests=4096, **settings)
     path = folder / "store.json"
     path.write_text(config.to_json())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engines.store", "--config", str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+    log_path = folder / "store.log"
+    with log_path.open("wb") as log:
+        command = [sys.executable, "-m", "engines.store", "--config", str(path)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
-        _wait(process, port)
+        _wait(process, port, log_path)
         yield config
     finally:
         process.terminate()
-        process.communicate(timeout=START_TIMEOUT_S)
+        process.wait(timeout=START_TIMEOUT_S)
         shutil.rmtree(folder)
 
 
-def _wait(process: subprocess.Popen[str], port: int) -> None:
+def _wait(process: subprocess.Popen[bytes], port: int, log_path: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise BenchError(f"the store did not start: {process.communicate()[1].strip()}")
+            raise BenchError(f"the store did not start: {log_path.read_text(errors='replace').strip()}")
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return

@@ -20,7 +20,7 @@ from engines.errors import (
     RpcTimeout,
 )
 from engines.rpc_stream import ByteStream
-from engines.wire import STREAMED, FrameDecoder, ResponseDecoder, ResponseHead, Status
+from engines.wire import FrameDecoder, ResponseDecoder, ResponseHead, Status
 from engines.wire_json import ErrorMeta, read_json
 
 PIECE_BYTES = 1 << 22
@@ -72,7 +72,7 @@ class Answer:
             while decoder.head is None:
                 self._stream.consume(decoder.feed(await self._stream.peek()))
         head = decoder.head
-        self._streamed = head.payload_bytes == STREAMED
+        self._streamed = head.is_streamed
         self.unread_bytes = 0 if self._streamed else head.payload_bytes
         self.complete = head.payload_bytes == 0
         return head

@@ -232,10 +232,6 @@ class RequestDecoder:
         self._buffer = bytearray()
         self._wanted = REQUEST_HEADER_BYTES
 
-    @property
-    def began(self) -> bool:
-        return bool(self._buffer)
-
     def feed(self, data: bytes | bytearray | memoryview) -> int:
         """Adds bytes; returns how many of them belonged to the head."""
         used = 0
@@ -269,10 +265,6 @@ class ResponseDecoder:
         self._max_meta_bytes = max_meta_bytes
         self._buffer = bytearray()
         self._wanted = RESPONSE_HEADER_BYTES
-
-    @property
-    def began(self) -> bool:
-        return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> int:
         """Adds bytes; returns how many of them belonged to the head."""

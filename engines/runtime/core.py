@@ -166,7 +166,7 @@ class EngineCore(threading.Thread):
         failed = 0
         while self.state == "ready":
             try:
-                worked = self.step()
+                worked = self._turn()
                 failed = 0
             except Exception:
                 # A bug of ours must not take every stream down for good; three in a row and the process is spent.
@@ -177,13 +177,18 @@ class EngineCore(threading.Thread):
                 self._fail_running(DecodeFailed("The engine failed inside a step; its log has the cause."))
                 worked = True
             if not worked:
-                self._outbox.write()
-            self._outbox.send()
-            helped = self._errands.advance(self.cache, busy=worked)
-            if not worked and not helped and not self.cache.put_away_one():
                 with self._wake:
                     if self.state == "ready" and not len(self._waiting) and not len(self._errands):
                         self._wake.wait(IDLE_WAIT_S)
+
+    def _turn(self) -> bool:
+        """A step, and what has its place between two. False when there was nothing to do."""
+        worked = self.step()
+        if not worked:
+            self._outbox.write()
+        self._outbox.send()
+        helped = self._errands.advance(self.cache, busy=worked)
+        return worked or helped or self.cache.put_away_one()
 
     def step(self) -> bool:
         """Takes every runnable generation one step forward. False when there was nothing to do."""
@@ -256,7 +261,14 @@ class EngineCore(threading.Thread):
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
         self._waiting.remove(generation)
         generation.cuts = [cut for cut in generation.cuts if cut >= self.cache.checkpoint_min_tokens]
-        self.cache.prepare(slot, source)
+        try:
+            self.cache.prepare(slot, source)
+        except Exception:
+            # It stands in no line and no slot now, so nobody else would end it.
+            log.exception("a prefix could not be brought into its slot")
+            slot.sequence.clear()
+            self._outbox.end(generation, error=DecodeFailed("The engine could not bring the prompt's prefix back."))
+            return
         slot.begin(generation)
         if generation.started_at is None:
             generation.started_at = time.monotonic()

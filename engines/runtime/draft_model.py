@@ -59,7 +59,6 @@ class DraftModel:
         self.embedding_length = llama.embedding_length
         # Rises whenever all that the draft context held was given up.
         self.epoch = 0
-        self.calls = 0
         # Whether the last draft was held up by feeding much of a sequence first.
         self.fed_backlog = False
         self._llama = llama
@@ -169,7 +168,6 @@ class DraftModel:
                 slot.sequence.draft.was_fed(len(slot.sequence) + 1)
 
     def _decode(self) -> int:
-        self.calls += 1
         status = int(llama_cpp.llama_decode(self._context, self._batch.native))
         if status != 0:
             # What the context holds now is unknown, so that all of it is fed anew.

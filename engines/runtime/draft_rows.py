@@ -88,7 +88,7 @@ class DraftRows:
         if self.fed or self._count or self._first:
             self._model.forget(self.index, 0)
             self.start = self.fed = self._first = self._count = 0
-        self._rows = self._rows[:0]
+        self._rows = np.empty((0, self._model.embedding_length), dtype=np.float32)
 
     def share(self, source: DraftRows, length: int) -> None:
         """Takes over what `source` has of its first `length` positions. This one must be clear."""

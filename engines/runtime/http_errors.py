@@ -47,6 +47,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         refusal.code = {404: "not_found", 405: "method_not_allowed"}.get(error.status, "bad_request")
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return json_error(request, refusal, **allow)
+    except ConnectionError:
+        raise  # the client is gone; there is nobody to tell
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return json_error(request, EngineError("The engine failed; its log has the cause."))

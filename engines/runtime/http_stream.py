@@ -17,6 +17,8 @@ from engines.runtime.answers import event
 from engines.runtime.generation import Generation, Piece, Stats
 
 PING_S = 10.0
+# A client that takes nothing for so long is gone; what it holds here would stay for ever.
+STALL_S = 120.0
 COMMENT_PING = b": ping\n\n"
 SSE_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -47,7 +49,7 @@ async def stream(
     """Writes the answer while it is made. All generations share one mailbox and have their index in it as `choice`."""
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
-    await response.write(answer.opening(generations))
+    await _write(request, response, answer.opening(generations))
     loop = asyncio.get_running_loop()
     written_at = loop.time()
     mailbox = generations[0].mailbox
@@ -58,21 +60,32 @@ async def stream(
             frames += answer.frames(piece, generations[piece.choice])
             if piece.error is not None:
                 # An error ends the whole stream; the handler's exit cancels the other choices.
-                await response.write(b"".join(frames))
+                await _write(request, response, b"".join(frames))
                 await response.write_eof()
                 return response
             if piece.is_last:
                 last[piece.choice] = piece
         if frames:
-            await response.write(b"".join(frames))
+            await _write(request, response, b"".join(frames))
             written_at = loop.time()
         elif loop.time() - written_at >= ping_s:
             # What a dialect holds back (an unfinished tool call) is silence too.
-            await response.write(answer.ping)
+            await _write(request, response, answer.ping)
             written_at = loop.time()
-    await response.write(answer.closing(in_order(last)))
+    await _write(request, response, answer.closing(in_order(last)))
     await response.write_eof()
     return response
+
+
+async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Raises ConnectionResetError, and closes the connection, when the client has stopped reading for STALL_S."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            await response.write(data)
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client has stopped reading") from error
 
 
 async def collect(generations: Sequence[Generation]) -> dict[int, list[Piece]]:

@@ -16,8 +16,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-DIGEST_BYTES = 32
-
 
 def span_ids(digest: bytes, part: int, count: int) -> list[int]:
     """`count` ids below 0 for the embeddings of an image's `part`-th span.

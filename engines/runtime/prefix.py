@@ -159,7 +159,8 @@ class PrefixCache:
             sequence.share_prefix(source.sequence, source.length)
             self._touch(source.sequence)
         elif source.entry is not None:
-            self.make_room(len(source.entry.tokens))
+            if not self.make_room(len(source.entry.tokens)):
+                return  # the entry is good, it only has no room now
             if sequence.load(source.entry.state, source.entry.tokens, source.entry.spans):
                 self.host.used(source.entry)
                 sequence.cut(source.length)

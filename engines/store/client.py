@@ -6,7 +6,6 @@ One connection, one request at a time, as engines/rpc_client.py has it; what arr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import struct
@@ -16,15 +15,15 @@ from typing import TypeVar
 
 import blake3
 
-from engines.errors import EngineUnreachable, InvalidRequest, ProtocolBroken, RpcNotFound
+from engines.errors import EngineError, EngineUnreachable, InvalidRequest, ProtocolBroken, RpcNotFound
 from engines.rpc_answer import Answer, IncomingState
 from engines.rpc_client import RpcClient
 from engines.rpc_stream import Buffer
 from engines.store.errors import LeaseLost, ObjectDamaged
 from engines.store.in_place import SlabMap
 from engines.store.objects import boot_seconds
+from engines.wire import MAX_JSON_BYTES, RequestHead, ResponseHead
 from engines.wire import Opcode as Op
-from engines.wire import RequestHead, ResponseHead
 from engines.wire_json import (
     CommitAnswer,
     CommitBody,
@@ -37,7 +36,6 @@ from engines.wire_json import (
     PushChunksAnswer,
     PutChunkedAnswer,
     PutManifestAnswer,
-    PutMetaBody,
     ReleaseAnswer,
     ReserveAnswer,
     ReserveBody,
@@ -133,11 +131,7 @@ class StoreClient(RpcClient):
     async def list(self, prefix: str = "") -> list[str]:
         head, payload = await self._fetch(Op.LIST, prefix)
         _read(ListAnswer, head.meta)
-        names: list[str] = json.loads(payload)
-        return names
-
-    async def put_n_past(self, key: str, n_past: int) -> None:
-        await self._call(Op.PUT_META, StoredAnswer, key, write_json(PutMetaBody(n_past)))
+        return _read(list[str], payload)
 
     async def put_manifest(self, key: str, manifest: Manifest) -> PutManifestAnswer:
         """Written only if nothing is missing; the answer says what is."""
@@ -253,8 +247,7 @@ class StoreClient(RpcClient):
             yield held
         finally:
             extending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await extending
+            await asyncio.wait({extending})
             kept = await self._let_go(held.lease)
         if not kept:
             raise LeaseLost("The lease ran out while its objects were read.")
@@ -274,6 +267,9 @@ class StoreClient(RpcClient):
             try:
                 held.lease = await self.lease("", LeaseBody(ticket=held.lease.ticket, lease_s=lease_s))
             except RpcNotFound:
+                return
+            except EngineError as error:
+                log.warning("a lease could not be extended: %s", error)
                 return
 
     async def reserve(self, size: int, kind: str, logical_key: str = "", hash_: str | None = None) -> ReserveAnswer:
@@ -305,6 +301,10 @@ class StoreClient(RpcClient):
     async def _fetch(self, opcode: Op, key: str, payload: bytes = b"") -> tuple[ResponseHead, bytes]:
         async with self._exchange(RequestHead(opcode, key=key.encode()), payload) as answer:
             head = await answer.accepted(self._patience.stall_s)
+            if answer.unread_bytes > MAX_JSON_BYTES:
+                raise ProtocolBroken(
+                    f"The store announces {answer.unread_bytes} bytes; at most {MAX_JSON_BYTES} are read."
+                )
             body = bytearray(answer.unread_bytes)
             await answer.part_into(memoryview(body), self._patience.stall_s)
             return head, bytes(body)

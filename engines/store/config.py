@@ -103,7 +103,7 @@ class StoreConfig:
             raise ConfigInvalid(f"secret has fewer than {MIN_SECRET_BYTES} bytes; make one of random bytes")
 
     def refuse_open_port(self) -> None:
-        """Raises ConfigInvalid for a port that strangers could reach and that asks them for nothing.
+        """Raises ConfigInvalid for a port that strangers could reach and that asks them for nothing; HTTP never asks.
 
         Not part of making one, since the secret may still come from the environment.
         """
@@ -111,6 +111,9 @@ class StoreConfig:
             raise ConfigInvalid(
                 f"port {self.port} on {self.host} needs a secret: without one it is served on loopback only"
             )
+
+        if self.http_port and not is_loopback(self.http_host):
+            raise ConfigInvalid(f"http_host is {self.http_host}: the HTTP pages are served on loopback only")
 
     @property
     def folder(self) -> Path:

@@ -20,12 +20,12 @@ OBJECT_PREFIX = "objects/"
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def check_name(name: str, *, what: str = "key") -> str:
+def check_name(name: str) -> str:
     """A manifest's name as it may come from outside. Raises InvalidRequest."""
     if not name or len(name.encode()) > MAX_NAME_BYTES:
-        raise InvalidRequest(f"The {what} must have 1 to {MAX_NAME_BYTES} bytes.", param="key")
+        raise InvalidRequest(f"The key must have 1 to {MAX_NAME_BYTES} bytes.", param="key")
     if name.startswith("/") or ".." in name or not name.isprintable():
-        raise InvalidRequest(f"The {what} may not begin with '/', contain '..' or what cannot be printed.", param="key")
+        raise InvalidRequest("The key may not begin with '/', contain '..' or what cannot be printed.", param="key")
     return name
 
 

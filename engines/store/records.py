@@ -7,7 +7,7 @@ own checksums, and one byte, the state, is written last.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import xxhash
@@ -61,9 +61,6 @@ class Record:
     leased_until: float
     used_at: float
     name: Name | None = None
-
-    def published(self) -> Record:
-        return replace(self, state=State.PUBLISHED)
 
 
 def pack_place(generation: int, offset: int, length: int) -> bytes:

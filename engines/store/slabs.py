@@ -37,6 +37,8 @@ from engines.store.records import (
 )
 
 SUFFIX = ".slab"
+# A chunk is framed with its size in 31 bits.
+MAX_FRAMED_BYTES = (1 << 31) - 1
 _HEADER = struct.Struct("<8sQQ")  # magic, size of the file, records
 _SUM = struct.Struct("<Q")
 _MAGIC = b"HYSLAB01"
@@ -217,7 +219,7 @@ class Slabs:
     def largest_bytes(self) -> int:
         """The largest object that an empty slab takes."""
         size = min(self._slab_bytes, self._room_bytes) // PAGE_BYTES * PAGE_BYTES
-        return size - _data_offset(_records_of(size))
+        return min(size - _data_offset(_records_of(size)), MAX_FRAMED_BYTES)
 
     def take(self, length: int, deadline: float, now: float) -> Slot | None:
         """A slot in the slabs that exist; None where none has the room in one piece."""

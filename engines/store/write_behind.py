@@ -65,7 +65,12 @@ class WriteBehind:
                 await self._stirred.wait()
             first = next(iter(self._waiting.values()))
             await asyncio.sleep(max(0.0, first.at - asyncio.get_running_loop().time()))
-            await self._carry(*self._waiting.popitem(last=False))
+            carrying = asyncio.create_task(self._carry(*self._waiting.popitem(last=False)))
+            try:
+                await asyncio.shield(carrying)
+            except asyncio.CancelledError:
+                await carrying  # a stop must not lose the one that is under way, nor let it run beside the others
+                raise
 
     async def flush(self) -> None:
         """Everything that waits, at once; for a stop."""
