@@ -48,9 +48,8 @@ async def close_client_session() -> None:
 class EngineClient:
     """Calls one engine. Raises EngineUnreachable when its process does not answer; answers of any status are returned."""
 
-    def __init__(self, base_url: str, session: aiohttp.ClientSession | None = None) -> None:
+    def __init__(self, base_url: str) -> None:
         self.base_url = base_url.rstrip("/")
-        self._session = session
 
     async def call(
         self, method: str, path: str, body: bytes, *, request_id: str, silence_s: float
@@ -62,31 +61,27 @@ class EngineClient:
         headers = {"X-Request-Id": request_id}
         if body:
             headers["Content-Type"] = "application/json"
-        session = self._session or client_session()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         try:
-            return await session.request(
+            return await client_session().request(
                 method, self.base_url + path, data=body or None, headers=headers, timeout=timeout
             )
-        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
-
-    async def health(self) -> str:
-        """The engine's own word: "ok", "loading" or "stopping"."""
-        values = await self._get_json("/health")
-        return str(values.get("status", "unknown")) if isinstance(values, dict) else "unknown"
 
     async def slots(self) -> list[SlotView]:
         values = await self._get_json("/slots")
         if not isinstance(values, list):
             raise EngineUnreachable("The engine answered /slots with something else than a list")
-        return [SlotView.from_dict(value) for value in values]
+        try:
+            return [SlotView.from_dict(value) for value in values]
+        except (KeyError, TypeError) as error:
+            raise EngineUnreachable("The engine answered /slots with something else than slots") from error
 
     async def _get_json(self, path: str) -> object:
-        session = self._session or client_session()
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         try:
-            async with session.get(self.base_url + path, timeout=timeout) as response:
+            async with client_session().get(self.base_url + path, timeout=timeout) as response:
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnreachable(f"The engine did not answer {path}: {error or type(error).__name__}") from error

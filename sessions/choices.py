@@ -13,6 +13,3 @@ class TurnState(models.TextChoices):
     DONE = "done", "done"
     FAILED = "failed", "failed"
     CANCELLED = "cancelled", "cancelled"
-
-
-ENDED = frozenset({TurnState.DONE, TurnState.FAILED, TurnState.CANCELLED})

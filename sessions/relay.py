@@ -20,7 +20,6 @@ from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
 from engines.errors import EngineError, EngineUnreachable
 from engines.services import EngineEndpoint
-from pools.db import in_db
 from sessions.choices import ChatSource, TurnState
 from sessions.dispatch import InFlight, ReadyEngines, choose
 from sessions.engine_call import EngineCall
@@ -28,7 +27,7 @@ from sessions.errors import EngineRefused
 from sessions.identity import Identity
 from sessions.per_loop import PerLoop
 from sessions.services import TurnStart
-from sessions.turn import TurnRecord
+from sessions.turn import TurnRecord, written
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -163,6 +162,9 @@ async def ask_engine(
     except EngineError as error:
         record.end(TurnState.FAILED, error.code)
         raise
+    except Exception:
+        record.end(TurnState.FAILED, "internal_error")
+        raise
     except BaseException:
         record.end(TurnState.CANCELLED)
         raise
@@ -184,7 +186,7 @@ async def _send(
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)
-            await in_db(engines.suspect, engine)
+            await written(engines.suspect, engine)
             refusal = EngineUnreachable(
                 "The engine does not answer; it is being looked after.", hint="Try again shortly."
             )

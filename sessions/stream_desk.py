@@ -45,7 +45,8 @@ class StreamDesk:
         `ask_engine` raises. Giving up waiting does not end the request: only `stop` does, or nobody reading it for long.
         """
         scope = identity.owner.scope
-        if conversation_id and (former := self._named(scope, conversation_id)) is not None:
+        # Again and again: while one was being stopped another turn of the conversation may have begun.
+        while conversation_id and (former := self._named(scope, conversation_id)) is not None and not former.is_over:
             await self.stop(former)
         self._admit(scope)
         stream = KeptStream(uuid.uuid4(), scope, conversation_id, call.dialect.path)

@@ -99,12 +99,12 @@ class TurnRecord:
 
     async def _write_start(self) -> int | None:
         await asyncio.sleep(START_DELAY_S)
-        return await _written(services.begin_turn, self._start)
+        return await written(services.begin_turn, self._start)
 
     async def _write_end(self, begun: asyncio.Task[Any], outcome: TurnEnd) -> None:
         turn_id = await begun
         if turn_id is not None:
-            await _written(services.end_turn, turn_id, outcome)
+            await written(services.end_turn, turn_id, outcome)
 
 
 def _keep(work: Any) -> asyncio.Task[Any]:
@@ -114,13 +114,13 @@ def _keep(work: Any) -> asyncio.Task[Any]:
     return task
 
 
-async def _written(call: Any, *args: Any) -> Any:
+async def written(call: Any, *args: Any) -> Any:
     """The service's result, or None when the database did not take it: an answer is worth more than its row."""
     try:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             return await in_db(call, *args)
     except (DatabaseError, TimeoutError) as error:
-        logger.error("a turn could not be written: %s: %s", type(error).__name__, error)
+        logger.error("a row could not be written: %s: %s", type(error).__name__, error)
         return None
 
 
