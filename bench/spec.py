@@ -23,7 +23,7 @@ from bench.servers import FORMS, HYDRA, ServerSettings, compute_threads, model_p
 
 LENGTHS = (0, 1, 2, 3, 4)
 AUTO, NONE, PEER = "auto", "none", "llama-server"
-PEER_LENGTHS = (1, 2, 3, 4)
+PEER_LENGTHS = [1, 3]
 PROMPT_TOKENS = 48
 WARM_UP_TOKENS = 16
 CONTEXT_STEP_TOKENS = 256
@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times each cell is measured in a server's life")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per answer")
     parser.add_argument("--sampling", choices=["greedy", "topk"], default="greedy")
+    parser.add_argument(
+        "--peer-lengths",
+        type=_numbers,
+        default=PEER_LENGTHS,
+        help="drafts of llama-server, a life each; 0: leave it out",
+    )
     parser.add_argument("--peer-form", choices=FORMS, default="default+bare", help="of llama-server")
     parser.add_argument("--out", type=Path, help="file for all details as JSON")
 
@@ -80,16 +86,16 @@ def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
         ours = _settings(options, model, peer, {"speculation": "mtp", "draft_tokens": max(LENGTHS)}, ())
         fixed = {str(n): {"speculative.n_min": n, "speculative.n_max": n} for n in LENGTHS}
         _life(HYDRA, ours, options, acceptance, {AUTO: {}, **fixed}, rates)
-        if peer is not None:
-            flags = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(max(PEER_LENGTHS)))
+        for length in filter(None, options.peer_lengths if peer else []):
+            # It does not heed a request's own length.
+            flags = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(length))
             theirs = _settings(options, model, peer, {}, flags)
-            forms = {f"{PEER} {n}": {"speculative.n_max": n} for n in PEER_LENGTHS}
-            _life(options.peer_form, theirs, options, acceptance, forms, rates)
+            _life(options.peer_form, theirs, options, acceptance, {f"{PEER} {length}": {}}, rates)
     _print(options, rates)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([[*key, *values] for key, values in rates.rounds.items()], indent=1))
-    return last_line(options.acceptance, options.streams, rates)
+    return last_line(options, rates)
 
 
 def _settings(
@@ -130,7 +136,10 @@ async def _measure(
     async with client_session() as session:
         for streams in options.streams:
             for name, extra in variants.items():
-                await drive(session, base_url, _requests(options, streams, WARM_UP_TOKENS, extra, "warm-up", name))
+                # An engine knows from its traffic what drafts are worth: auto has seen as much as is then measured, and
+                # so has what it is compared with, since a card slows down as it grows warm.
+                tokens = options.new_tokens if name in (AUTO, NONE) else WARM_UP_TOKENS
+                await drive(session, base_url, _requests(options, streams, tokens, extra, "warm-up", name))
         for round_index in range(options.rounds):
             for streams in options.streams:
                 for name, extra in variants.items():
@@ -151,11 +160,11 @@ def _requests(
     ]
 
 
-def last_line(acceptances: list[float], all_streams: list[int], rates: Rates) -> dict[str, Any]:
+def last_line(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """The worst ratios over all cells; `vs_llama_server` compares our auto with the best of its lengths."""
     fixed = tuple(map(str, LENGTHS))
-    theirs = tuple(f"{PEER} {n}" for n in PEER_LENGTHS)
-    cells = [(acceptance, streams) for acceptance in acceptances for streams in all_streams]
+    theirs = tuple(f"{PEER} {n}" for n in options.peer_lengths)
+    cells = [(acceptance, streams) for acceptance in options.acceptance for streams in options.streams]
     return {
         "auto_vs_best_fixed_min": _least((rates.of(*c, AUTO), rates.best(*c, fixed)) for c in cells),
         "auto_vs_none_min": _least((rates.of(*c, AUTO), rates.of(*c, NONE)) for c in cells),
@@ -169,7 +178,7 @@ def _least(pairs: Any) -> float | None:
 
 
 def _print(options: argparse.Namespace, rates: Rates) -> None:
-    forms = (NONE, *map(str, LENGTHS), AUTO, *(f"{PEER} {n}" for n in PEER_LENGTHS))
+    forms = (NONE, *map(str, LENGTHS), AUTO, *(f"{PEER} {n}" for n in options.peer_lengths))
     rows = []
     for acceptance in options.acceptance:
         for streams in options.streams:

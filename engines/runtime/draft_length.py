@@ -1,18 +1,19 @@
 """How many tokens to draft: as many as pay, by measured acceptance and measured costs. Pure arithmetic.
 
 A draft of k tokens that are each accepted with probability p (given that those before them were) makes 1 + p + … + p^k
-tokens of a step. The step then computes k + 1 rows per sequence, and the drafting itself costs k calls of the draft head.
+tokens of a step. The step then computes k + 1 rows per sequence, and the drafting itself costs k calls of the draft head, of
+which the first two are dearer than the others: there the shape of the call changes.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 # Weight of a new measurement, and of all earlier trials of a generation at each new one.
 COST_GAIN = 0.15
-ACCEPTANCE_MEMORY = 0.95
+ACCEPTANCE_MEMORY = 0.975
 # As many imagined trials stand for what is known of the engine's other generations.
 PRIOR_TRIALS = 4.0
 PRIOR_ACCEPTANCE = 0.8
@@ -21,14 +22,19 @@ PRIOR_GAIN = 0.02
 OUTLIER_RATIO = 2.0
 # A length is kept for so many steps, as a device prepares for a shape of step before it is fast; the first ones of a new
 # shape are not measured.
-RUN_STEPS = 12
+RUN_STEPS = 24
 SETTLING_STEPS = 3
-# Steps without drafts after which a run of drafts shows whether they pay by now; twice as many each time they do not.
-PATIENCE_STEPS = 256
-MAX_PATIENCE_STEPS = 4096
-PROBE_STEPS = 6
-# Another length must promise this much more, or the choice would flicker between equals.
-ADVANTAGE = 1.03
+# Steps without drafts after which a few drafts are made and only compared with what is drawn, so that the steps keep their
+# shape; twice as many each time they still would not pay.
+PATIENCE_STEPS = 128
+MAX_PATIENCE_STEPS = 1024
+PEEK_STEPS = 8
+# Another length must promise this much more, or the choice would flicker between equals; more where no drafts were made until
+# then, since a wrong guess costs two changes of the steps' shape.
+ADVANTAGE = 1.04
+BEGIN_ADVANTAGE = 1.05
+# What was never measured is tried once if it might be better by this much than it looks.
+HOPE = 1.12
 
 
 class Acceptance:
@@ -47,35 +53,93 @@ class Acceptance:
         return (self._hits + PRIOR_TRIALS * prior) / (self._trials + PRIOR_TRIALS)
 
 
-class StepCosts:
-    """Seconds of a step by its number of rows; between and beyond what was measured, along straight lines."""
+class Line:
+    """Values at some places; between and beyond those, along straight lines that never fall."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._rows: list[int] = []
+        self.values: dict[int, float] = {}
+        self.places: list[int] = []
+
+    def put(self, place: int, value: float) -> None:
+        if place not in self.values:
+            insort(self.places, place)
+        self.values[place] = value
+
+    def at(self, place: int) -> float:
+        """0 as long as no value is known."""
+        known = self.places
+        if place in self.values or not known:
+            return self.values.get(place, 0.0)
+        if len(known) == 1:
+            return self.values[known[0]] * math.sqrt(max(1.0, place / known[0]))
+        index = min(max(bisect_left(known, place), 1), len(known) - 1)
+        low, high = known[index - 1], known[index]
+        slope = max(0.0, (self.values[high] - self.values[low]) / (high - low))
+        return max(0.0, self.values[low] + slope * (place - low))
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows: as measured, or else as a warm-up's steps let expect. Those tell how costs grow
+    but not how high they are, so that the nearest measurements say how far off they were."""
+
+    def __init__(self) -> None:
+        self._expected = Line()
+        self._seen = Line()
+
+    def __len__(self) -> int:
+        return len(self._seen.places)
+
+    def knows(self, rows: int) -> bool:
+        """Whether such steps were measured."""
+        return rows in self._seen.values
+
+    def expect(self, rows: int, seconds: float) -> None:
+        self._expected.put(rows, seconds)
 
     def saw(self, rows: int, seconds: float) -> None:
-        known = self._seconds.get(rows)
+        known = self._seen.values.get(rows)
         if known is None:
             expected = self.seconds(rows)
-            self._seconds[rows] = min(seconds, expected * OUTLIER_RATIO) if expected else seconds
-            self._rows = sorted(self._seconds)
+            self._seen.put(rows, min(seconds, expected * OUTLIER_RATIO) if expected else seconds)
         else:
-            self._seconds[rows] = known + COST_GAIN * (min(seconds, known * OUTLIER_RATIO) - known)
+            self._seen.put(rows, known + COST_GAIN * (min(seconds, known * OUTLIER_RATIO) - known))
 
     def seconds(self, rows: int) -> float:
-        """0 as long as nothing was measured."""
-        known = self._rows
-        if not known:
-            return 0.0
-        if rows in self._seconds:
-            return self._seconds[rows]
-        if len(known) == 1:
-            return self._seconds[known[0]] * math.sqrt(max(1.0, rows / known[0]))
-        place = min(max(bisect_left(known, rows), 1), len(known) - 1)
-        low, high = known[place - 1], known[place]
-        slope = max(0.0, (self._seconds[high] - self._seconds[low]) / (high - low))
-        return max(0.0, self._seconds[low] + slope * (rows - low))
+        """0 as long as nothing is known."""
+        expected, seen = self._expected.at(rows), self._seen
+        if rows in seen.values or not expected:
+            return seen.at(rows)
+        if not seen.places:
+            return expected
+        index = bisect_left(seen.places, rows)
+        low, high = seen.places[max(index - 1, 0)], seen.places[min(index, len(seen.places) - 1)]
+        share = (rows - low) / (high - low) if low < rows < high else float(rows >= high)
+        return expected * ((1 - share) * self._error(low) + share * self._error(high))
+
+    def _error(self, rows: int) -> float:
+        return self._seen.values[rows] / self._expected.at(rows)
+
+
+class DraftingCosts:
+    """Seconds of drafting so many tokens for so many sequences at once."""
+
+    def __init__(self) -> None:
+        self._by_count: dict[int, StepCosts] = {}
+        self._per_token = StepCosts()
+
+    def saw(self, count: int, length: int, seconds: float) -> None:
+        self._by_count.setdefault(count, StepCosts()).saw(length, seconds)
+        self._per_token.saw(count, seconds / length)
+
+    def knows(self, count: int, length: int) -> bool:
+        return count in self._by_count and self._by_count[count].knows(length)
+
+    def seconds(self, count: int, length: int) -> float:
+        """By what was measured with as many sequences if possible; 0 for no token, or as long as nothing was measured."""
+        costs = self._by_count.get(count)
+        if costs is None or len(costs) < 2:
+            return length * self._per_token.seconds(count)
+        return costs.seconds(length)
 
 
 class DraftLength:
@@ -84,41 +148,52 @@ class DraftLength:
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.steps = StepCosts()
-        self.drafting = StepCosts()
+        self.drafting = DraftingCosts()
         self.prior = PRIOR_ACCEPTANCE
         self.chosen = 0
         self._count = 0
         self._left = 0
         self._settling = 0
         self._idle = 0
+        self._peeks = 0
         self._patience = PATIENCE_STEPS
 
     def choose(self, acceptances: Sequence[Acceptance], longest: int) -> int:
-        """The length with most tokens per second, 0 where drafting loses, and now and then a draft to see whether it still
-        does. `longest` bounds this step's, not the choice."""
+        """The length with most tokens per second, 0 where drafting loses. `longest` bounds this step's, not the choice."""
         count = len(acceptances)
         if count != self._count or self._left == 0:
             self._decide(acceptances, count)
         self._left -= 1
-        self._idle += self.chosen == 0
+        if self.chosen == 0:
+            self._idle += 1
+            self._peeks = max(0, self._peeks - 1)
         return min(self.chosen, longest)
+
+    @property
+    def peeks(self) -> bool:
+        """Whether this step, which is to have no draft, should show what one would have been worth."""
+        return self.chosen == 0 and self._peeks > 0
 
     def _decide(self, acceptances: Sequence[Acceptance], count: int) -> None:
         rates = [acceptance.rate(self.prior) for acceptance in acceptances]
         speeds = [self._speed(rates, length) for length in range(self.longest + 1)]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] < speeds[self.chosen] * ADVANTAGE:
+        hopes = [speed if self._is_known(count, length) else HOPE * speed for length, speed in enumerate(speeds)]
+        best = max(range(len(hopes)), key=hopes.__getitem__)
+        advantage = ADVANTAGE if self.chosen else BEGIN_ADVANTAGE
+        if hopes[best] < speeds[self.chosen] * (advantage if best else 1):
             best = self.chosen
         self._left = RUN_STEPS
         if best:
-            self._idle, self._patience = 0, PATIENCE_STEPS
+            self._idle, self._patience, self._peeks = 0, PATIENCE_STEPS, 0
         elif self._idle >= self._patience:
             self._idle, self._patience = 0, min(2 * self._patience, MAX_PATIENCE_STEPS)
-            best = max(range(1, len(speeds)), key=speeds.__getitem__)
-            self._left = PROBE_STEPS
+            self._peeks = self._left = 1 + PEEK_STEPS
         if (best, count) != (self.chosen, self._count):
             self._settling = SETTLING_STEPS
         self.chosen, self._count = best, count
+
+    def _is_known(self, count: int, length: int) -> bool:
+        return length == 0 or (self.steps.knows(count * (length + 1)) and self.drafting.knows(count, length))
 
     def _speed(self, rates: Sequence[float], length: int) -> float:
         """Tokens per second, by what is known."""
@@ -126,17 +201,17 @@ class DraftLength:
         tokens = sum(_expected_tokens(rate, length) for rate in rates)
         seconds = self.steps.seconds(count * (length + 1))
         if length:
-            seconds += length * self.drafting.seconds(count)
+            seconds += self.drafting.seconds(count, length)
         return tokens / max(seconds, 1e-9)
 
-    def stepped(self, rows: int, step_s: float, drafting_s: float | None) -> None:
-        """A step of so many rows took `step_s`, and drafting one token for each of its sequences `drafting_s` before it."""
+    def stepped(self, count: int, rows: int, step_s: float, drafting_s: float | None) -> None:
+        """A step of `count` sequences and so many rows took `step_s`; its drafts, if any, `drafting_s` before it."""
         if self._settling:
             self._settling -= 1
             return
         self.steps.saw(rows, step_s)
         if drafting_s is not None:
-            self.drafting.saw(self._count, drafting_s)
+            self.drafting.saw(count, max(1, round(rows / count) - 1), drafting_s)
 
     def saw(self, acceptance: Acceptance, offered: int, accepted: int) -> None:
         tried = min(accepted + 1, offered)

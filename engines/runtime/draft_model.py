@@ -10,6 +10,7 @@ import ctypes
 import logging
 import time
 from contextlib import ExitStack
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -84,11 +85,11 @@ class DraftModel:
     # --- what the target computed ---------------------------------------------------------------
 
     def target_rows(self, count: int) -> NDArray[np.float32]:
-        """Hidden rows of the target's last decode, shape (count, embedding); a view, valid until its next."""
+        """Hidden rows of the target's last decode, shape (count, embedding); sequences keep parts of it as they are."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._llama.context)
         if not pointer:
             raise ValueError("the target has no hidden rows; it was decoded without them")
-        return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
+        return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length).copy()
 
     def feed_backlog(self, slots: list[Slot]) -> None:
         """Feeds sequences whose hidden rows have piled up, without asking for a draft."""
@@ -96,6 +97,19 @@ class DraftModel:
             rows = slot.sequence.draft
             if rows is not None and rows.kept > KEPT_LIMIT:
                 self._feed_before(slot, rows, len(slot.sequence))
+
+    @property
+    def native(self) -> Any:
+        """The context itself, for whoever moves its state."""
+        return self._context
+
+    def feed_blind(self, index: int, tokens: list[int]) -> bool:
+        """Feeds an empty sequence without hidden rows: good for nothing but to see what its state looks like. False when
+        llama.cpp finds no room."""
+        self._batch.clear()
+        for position, token in enumerate(tokens):
+            self._batch.add_row(index, position, token, None, output=position == len(tokens) - 1)
+        return self._decode() == 0
 
     # --- drafting -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ at once, when somebody wants a draft: a head that is switched off then costs a c
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,9 +24,10 @@ class DraftRows:
         self.start = self.fed = 0
         self._model = model
         self._epoch = model.epoch
-        # Hidden rows of positions [first, first + count), shape (capacity, embedding); the last one is the pending one.
+        # Hidden rows of positions [first, first + count) in pieces of shape (n, embedding), views of what a step left; the last
+        # row is the pending one.
         self._first = self._count = 0
-        self._rows: NDArray[np.float32] = np.empty((0, model.embedding_length), dtype=np.float32)
+        self._pieces: deque[NDArray[np.float32]] = deque()
 
     @property
     def end(self) -> int:
@@ -37,17 +39,28 @@ class DraftRows:
         """Hidden rows that wait here."""
         return self._count
 
+    @property
+    def model(self) -> DraftModel:
+        return self._model
+
+    def hidden(self) -> NDArray[np.float32]:
+        """The hidden rows that wait here, in order, shape (kept, embedding)."""
+        return np.concatenate(self._pieces)
+
+    def resume(self, start: int, fed: int, first: int, hidden: NDArray[np.float32]) -> None:
+        """Goes on where another engine's rows stood: positions [start, fed) are in the draft context already, `hidden` are
+        the rows of `first` and on. This one must be clear."""
+        self._epoch, self.start, self.fed = self._model.epoch, start, fed
+        self._first, self._count = first, len(hidden)
+        self._pieces.append(hidden)
+
     def note(self, position: int, rows: NDArray[np.float32]) -> None:
-        """Takes over the hidden rows of freshly decoded positions from `position` on, shape (count, embedding)."""
+        """Takes over the hidden rows of freshly decoded positions from `position` on, shape (count, embedding), which nobody
+        may write to any more."""
         if position != self.end:
             self._lose(position)
-        wanted = self._count + rows.shape[0]
-        if wanted > self._rows.shape[0]:
-            grown = np.empty((max(wanted, 2 * self._rows.shape[0], 8), rows.shape[1]), dtype=np.float32)
-            grown[: self._count] = self._rows[: self._count]
-            self._rows = grown
-        self._rows[self._count : wanted] = rows
-        self._count = wanted
+        self._pieces.append(rows)
+        self._count += rows.shape[0]
 
     def feed_from(self) -> int:
         """The first position to feed next. Where hidden rows before it are lost the draft context starts over behind the gap."""
@@ -62,15 +75,32 @@ class DraftRows:
         """The hidden row that position's draft row takes. None, which stands for zeros, before the very first and where a
         shared prefix was left."""
         index = position - 1 - self._first
-        return self._rows[index] if index >= 0 else None
+        if index < 0:
+            return None
+        row: NDArray[np.float32]
+        if index == self._count - 1:
+            row = self._pieces[-1][-1]
+            return row
+        if len(self._pieces) > 1:
+            joined = np.concatenate(self._pieces)
+            self._pieces.clear()
+            self._pieces.append(joined)
+        row = self._pieces[0][index]
+        return row
 
     def was_fed(self, end: int) -> None:
         """Positions up to `end` are in the draft context now; of their hidden rows only the last can still be asked for."""
         self.fed = end
         drop = min(max(end - 1 - self._first, 0), self._count)
-        if drop:
-            self._rows[: self._count - drop] = self._rows[drop : self._count].copy()
-            self._first, self._count = self._first + drop, self._count - drop
+        self._first, self._count = self._first + drop, self._count - drop
+        while drop:
+            piece = self._pieces.popleft()
+            if drop < len(piece):
+                self._pieces.appendleft(piece[drop:])
+            drop -= min(drop, len(piece))
+        if self._count == 1:
+            # Not to keep a whole prompt's rows for the sake of the last one.
+            self._pieces = deque([self._pieces[0].copy()])
 
     def cut(self, length: int) -> None:
         """The sequence was cut to its first `length` positions."""
@@ -80,7 +110,7 @@ class DraftRows:
             if length <= self.start:
                 self.start = self.fed = 0
         if length < self.end:
-            self._count = max(0, length - self._first)
+            self._keep(max(0, length - self._first))
             if not self._count:
                 self._first = length
 
@@ -88,7 +118,7 @@ class DraftRows:
         if self.fed or self._count or self._first:
             self._model.forget(self.index, 0)
             self.start = self.fed = self._first = self._count = 0
-        self._rows = np.empty((0, self._model.embedding_length), dtype=np.float32)
+        self._pieces.clear()
 
     def share(self, source: DraftRows, length: int) -> None:
         """Takes over what `source` has of its first `length` positions. This one must be clear."""
@@ -99,11 +129,23 @@ class DraftRows:
         else:
             self._model.share(source.index, self.index, self.fed)
         self._first = min(source._first, length)
-        self._count = max(0, min(source.end, length) - source._first)
-        self._rows = source._rows[: self._count].copy()
+        self._pieces = source._pieces.copy()
+        self._count = source._count
+        self._keep(max(0, min(source.end, length) - source._first))
 
     def _lose(self, position: int) -> None:
         """Hidden rows before `position` were never seen (a state that came from elsewhere)."""
         if self.fed > position:
             self.cut(position)
         self._first, self._count = position, 0
+        self._pieces.clear()
+
+    def _keep(self, count: int) -> None:
+        """Drops the last hidden rows, so that `count` are left."""
+        drop = self._count - count
+        self._count = count
+        while drop:
+            piece = self._pieces.pop()
+            if drop < len(piece):
+                self._pieces.append(piece[:-drop])
+            drop -= min(drop, len(piece))

@@ -175,9 +175,10 @@ class StepPlanner:
             self._room -= self.batch.count + CALL_TOKENS
         if not rows:
             self._room = self.shared_tokens
-            rows = self._add_decoding(decoding)
-            # A prompt's last token has the shape of a decoding one's next, unless that has a draft behind it.
-            for slot in last_tokens if self.batch.count == len(rows) else ():
+            # A prompt's last token has the shape of a decoding one's next, as long as none has a draft behind it: it would
+            # wait until nobody drafts any more.
+            rows = self._add_decoding(decoding, drafting=not last_tokens)
+            for slot in last_tokens:
                 self._add_chunk(rows, slot, slot.next_chunk(1))
         return rows
 
@@ -214,9 +215,9 @@ class StepPlanner:
             return sorted(filling, key=lambda slot: slot.generation.queued_at if slot.generation else 0.0)
         return sorted(filling, key=lambda slot: slot.todo_tokens)
 
-    def _add_decoding(self, decoding: list[Slot]) -> list[Row]:
+    def _add_decoding(self, decoding: list[Slot], *, drafting: bool = True) -> list[Row]:
         """Everybody's last token, and a draft behind it where one pays."""
-        drafts = self.speculation.propose(decoding) if self.speculation and decoding else {}
+        drafts = self.speculation.propose(decoding) if self.speculation and decoding and drafting else {}
         return [self._add(slot, 1, drafts.get(slot, ())) for slot in decoding]
 
     def plan_alone(self, slot: Slot) -> list[Row]:

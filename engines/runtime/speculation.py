@@ -37,6 +37,7 @@ log = logging.getLogger("hydra.engine.speculation")
 WARM_UP_ROWS = (8, 9, 16, 24, 32, 48, 64, 96, 128)
 WARM_UP_S = 1.5
 WARM_UP_REPEATS = 4
+TOKEN_STRIDE = 7919
 
 
 class Drafter(Protocol):
@@ -58,6 +59,8 @@ class Speculation:
         self._sequences = config.decoding_sequences
         self._rows = config.outputs
         self._drafting_s: float | None = None
+        # Drafted tokens that no step verifies, with the place in their generation's text where they would stand.
+        self._peeks: list[tuple[Generation, int, int]] = []
         self._cache = cache
         self._equal_lengths = llama.has_recurrent_state
         self.head: DraftModel | None = None
@@ -76,8 +79,8 @@ class Speculation:
             if rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
                 self._time_step(batch, rows)
         if self.head is not None:
-            for sequences in (1, 4):
-                self.length.drafting.saw(sequences, self.head.time_draft(min(sequences, self._sequences)))
+            for sequences in sorted({1, min(4, self._sequences)}):
+                self.length.drafting.saw(sequences, 1, self.head.time_draft(sequences))
 
     def _time_step(self, batch: Batch, rows: int) -> None:
         """The last of a few alike counts: a device prepares kernels, buffers and graphs for each size.
@@ -89,7 +92,9 @@ class Speculation:
         for _ in range(WARM_UP_REPEATS):
             batch.clear()
             for seq in range(rows // each):
-                batch.add(seq, 0, [0] * each, outputs=each)
+                # Tokens of all kinds, since equal ones would wake the same few experts.
+                tokens = [(seq * each + row) * TOKEN_STRIDE % self._llama.vocabulary.size for row in range(each)]
+                batch.add(seq, 0, tokens, outputs=each)
             started = time.monotonic()
             status = self._llama.decode(batch)
             self._llama.synchronize()
@@ -99,7 +104,7 @@ class Speculation:
             if status != 0:
                 log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", batch.count, status)
                 return
-        self.length.steps.saw(batch.count, seconds)
+        self.length.steps.expect(batch.count, seconds)
 
     def close(self) -> None:
         if self.head is not None:
@@ -117,14 +122,22 @@ class Speculation:
         asked = max(generation.draft_min for generation in generations)
         count = max(self.length.choose([g.acceptance for g in generations], longest), min(asked, longest))
         if count == 0:
+            if self.length.peeks:
+                drafts = self._draft(decoding, 1)
+                self._peeks = [
+                    (slot.generation, len(slot.generation.tokens), draft[0])
+                    for slot, draft in drafts.items()
+                    if slot.generation is not None and draft
+                ]
             return {}
+        drafts = self._draft(decoding, count)
+        return _filled(drafts, decoding) if self._equal_lengths else drafts
+
+    def _draft(self, decoding: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
         started = time.monotonic()
         drafts = self._drafter.propose(decoding, count)
-        if self._equal_lengths:
-            drafts = _filled(drafts, decoding)
-        self._drafting_s = None
         if drafts and not (self.head and self.head.fed_backlog):
-            self._drafting_s = (time.monotonic() - started) / count
+            self._drafting_s = time.monotonic() - started
         return drafts
 
     # --- after a step ---------------------------------------------------------------------------
@@ -136,8 +149,12 @@ class Speculation:
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
         """A step took so long; feeds what has piled up for the head meanwhile."""
         if all(row.draws and row.count == 1 + len(row.draft) for row in rows):
-            self.length.stepped(sum(row.count for row in rows), seconds, self._drafting_s)
+            self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
         self._drafting_s = None
+        for generation, place, token in self._peeks:
+            if len(generation.tokens) > place:
+                self.length.saw(generation.acceptance, 1, int(generation.tokens[place] == token))
+        self._peeks = []
         if self.head is not None:
             self.head.feed_backlog([row.slot for row in rows])
 

@@ -41,20 +41,20 @@ class Simulation:
         self._shape, self._slow = 0, 0
 
     def step(self, length: int) -> tuple[float, float, list[int]]:
-        """Seconds of the step and of drafting one token, and how many tokens of each sequence's draft were right."""
+        """Seconds of the step and of making its drafts, and how many tokens of each sequence's draft were right."""
         rows = self.streams * (length + 1)
         if rows != self._shape:
             self._shape, self._slow = rows, 2
         step_s = self.cost(rows) * self.rng.uniform(0.97, 1.06) + (0.008 if self._slow else 0)
         self._slow = max(0, self._slow - 1)
-        drafting_s = 0.0006 + 0.0001 * self.streams
+        drafting_s = (0.0006 + 0.0001 * self.streams) * length + 0.0005 * min(length - 1, 1) if length else 0.0
         right = []
         for _ in range(self.streams):
             accepted = 0
             while accepted < length and self.rng.random() < self.rate:
                 accepted += 1
             right.append(accepted)
-        self.seconds += step_s + length * drafting_s
+        self.seconds += step_s + drafting_s
         self.tokens += sum(right) + self.streams
         return step_s, drafting_s, right
 
@@ -64,18 +64,22 @@ def speed(cost: Callable[[int], float], streams: int, rate: float, length: int |
     simulation = Simulation(cost, streams, rate)
     chooser = DraftLength(LONGEST)
     for rows in (1, 2, 3, 4, 5, 8, 9, 16, 24, 32):
-        chooser.steps.saw(rows, cost(rows))
-    chooser.drafting.saw(1, 0.0007)
+        chooser.steps.expect(rows, 0.8 * cost(rows))
+    chooser.drafting.saw(1, 1, 0.0007)
     acceptances = [Acceptance() for _ in range(streams)]
     for step in range(STEPS):
         if step % 500 == 499:  # answers end and others begin
             acceptances = [Acceptance() for _ in range(streams)]
         count = chooser.choose(acceptances, LONGEST) if length is None else length
+        peeks = length is None and chooser.peeks
         step_s, drafting_s, right = simulation.step(count)
-        chooser.stepped(streams * (count + 1), step_s, drafting_s if count else None)
+        chooser.stepped(streams, streams * (count + 1), step_s, drafting_s if count else None)
         for acceptance, accepted in zip(acceptances, right, strict=True):
             if count:
                 chooser.saw(acceptance, count, accepted)
+            elif peeks:
+                chooser.saw(acceptance, 1, int(simulation.rng.random() < rate))
+        simulation.seconds += 0.0006 + 0.0001 * streams if peeks else 0.0
     return simulation.tokens / simulation.seconds
 
 

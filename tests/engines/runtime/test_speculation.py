@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engines.runtime.core import EngineCore
+from engines.runtime.draft_length import DraftLength
 from engines.runtime.sampler import SamplingParams
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
 from tests.synthetic_gguf import SyntheticModel
@@ -22,6 +23,15 @@ THREE: dict[str, Any] = {"draft_min": 3}
 
 def drafts_of(work: Any) -> tuple[int, int]:
     return work.drafted_tokens, work.accepted_tokens
+
+
+def expect_cheap_drafts(core: EngineCore) -> DraftLength:
+    """What this machine would measure depends on what else it does."""
+    assert core.speculation is not None
+    length = core.speculation.length
+    for rows in range(1, 9):
+        length.steps.expect(rows, 1 + rows / 100)
+    return length
 
 
 @pytest.mark.parametrize("sampling", ["host", "backend"])
@@ -40,6 +50,7 @@ async def test_right_drafts_are_all_accepted(tiny_model: ModelWriter, architectu
 async def test_wrong_drafts_leave_no_trace(tiny_model: ModelWriter, architecture: str, least: int) -> None:
     model = tiny_model(architecture, tie_free=True, nextn=True, wrong_drafts=0.4)
     async with running(model, speculation="auto") as core:
+        expect_cheap_drafts(core)
         work = await run(core, prompt_of(model, 50), 120, draft_min=least)
         assert work.tokens[50:] == model.follow(10, 120)
         drafted, accepted = drafts_of(work)
@@ -72,6 +83,32 @@ async def test_eight_sequences_that_come_and_go(tiny_model: ModelWriter, archite
         assert core.cache.ledger.free == core.cache.ledger.count - core.cache.ledger.distinct(
             s.sequence.cells for s in (*core.cache.slots, *core.cache.checkpoints)
         )
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_who_comes_later_does_not_wait_until_nobody_drafts(tiny_model: ModelWriter, architecture: str) -> None:
+    model = tiny_model(architecture, tie_free=True, nextn=True)
+    async with running(model, **FIXED, context_tokens=2048, cache_tokens=4096) as core:
+        first = generation(prompt_of(model, 20), 1500, **THREE)
+        core.submit(first)
+        await first.mailbox.take(10)
+        works = [generation(prompt_of(model, 30 + index, start=index), 6, **THREE) for index in range(1, 4)]
+        core.submit(*works)
+        for work in works:
+            assert (await finished(work)).error is None
+        assert first.new_tokens < 1500
+        core.cancel(first)
+
+
+async def test_a_head_that_is_off_shows_when_its_drafts_would_pay(tiny_model: ModelWriter) -> None:
+    model = tiny_model("qwen35", tie_free=True, nextn=True)
+    async with running(model, speculation="auto", context_tokens=2048, cache_tokens=4096) as core:
+        length = expect_cheap_drafts(core)
+        length.prior = 0.0
+        work = await run(core, prompt_of(model, 20), 600)
+        assert work.tokens[20:] == model.follow(10, 600)
+        assert work.accepted_tokens > 0
+        assert length.prior > 0.1
 
 
 async def test_a_full_cache_preempts_with_drafts_as_without(tiny_model: ModelWriter) -> None:
