@@ -12,18 +12,18 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 # Weight of a new measurement, and of all earlier trials of a generation at each new one.
-COST_GAIN = 0.15
+COST_GAIN = 0.08
 ACCEPTANCE_MEMORY = 0.975
 # As many imagined trials stand for what is known of the engine's other generations.
 PRIOR_TRIALS = 4.0
 PRIOR_ACCEPTANCE = 0.8
 PRIOR_GAIN = 0.02
 # A measurement that lies this far beyond the estimate is a graph that was rebuilt, not the price of a step.
-OUTLIER_RATIO = 2.0
+OUTLIER_RATIO = 1.5
 # A length is kept for so many steps, as a device prepares for a shape of step before it is fast; the first ones of a new
 # shape are not measured.
 RUN_STEPS = 24
-SETTLING_STEPS = 3
+SETTLING_STEPS = 4
 # Steps without drafts after which a few drafts are made and only compared with what is drawn, so that the steps keep their
 # shape; twice as many each time they still would not pay.
 PATIENCE_STEPS = 128
