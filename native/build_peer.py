@@ -1,6 +1,6 @@
 """Builds llama-server, llama-bench and llama-batched-bench from the very source that llama-cpp-python carries.
 
-    python native/build_peer.py REQUIREMENTS BUILD_DIR
+    python -m native.build_peer REQUIREMENTS BUILD_DIR
 
 REQUIREMENTS pins llama-cpp-python with its hash; its sdist comes through pip, whatever index that is set to. The binaries
 end up in BUILD_DIR/bin; nothing is built again while the pin is unchanged. Comparisons are fair only from one source.
@@ -9,12 +9,12 @@ end up in BUILD_DIR/bin; nothing is built again while the pin is unchanged. Comp
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
+
+from native.llama_source import fetch_source, pinned
 
 TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
 FLAGS = (
@@ -30,29 +30,7 @@ FLAGS = (
     "-DLLAMA_CURL=OFF",
     "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON",  # the binaries find their libraries wherever both lie together
 )
-DOWNLOAD_TIMEOUT_S = 600
 BUILD_TIMEOUT_S = 3600
-
-
-def pinned(requirements: Path) -> str:
-    """`name==version` of llama-cpp-python as the lock file pins it."""
-    match = re.search(r"^(llama-cpp-python==\S+)", requirements.read_text(), re.MULTILINE)
-    if match is None:
-        raise SystemExit(f"{requirements} pins no llama-cpp-python")
-    return match[1]
-
-
-def fetch_source(pin: str, folder: Path) -> Path:
-    """The unpacked llama.cpp of the pinned sdist."""
-    downloads = folder / "sdist"
-    downloads.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-    subprocess.run([*command, "--dest", str(downloads), pin], check=True, timeout=DOWNLOAD_TIMEOUT_S)
-    (archive,) = downloads.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(folder / "source", filter="data")
-    (tree,) = (folder / "source").glob("*/vendor/llama.cpp")
-    return tree
 
 
 def build(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> None:

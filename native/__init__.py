@@ -1,0 +1,1 @@
+"""What is compiled: llama.cpp for each card, out of the source that the pinned bindings carry. Standard library only."""

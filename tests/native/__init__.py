@@ -1,0 +1,1 @@
+"""Tests of native: toolkits, builds, what is inside them. Nothing here compiles llama.cpp."""
