@@ -1,0 +1,312 @@
+"""Models loaded on demand: a request that finds no engine has one started where it fits; others may have to make way.
+
+A load is an engine row that is wanted running and `waits_for` those that make way, plus a reservation of its device
+(`gpu:<id>:load`), so that one model at a time is loaded there. Who makes way is drained: it takes nothing new, finishes what it
+has, puts its conversations away, and ends. Every step is a conditional UPDATE and may be repeated; beat repeats what is due.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.db import connection, transaction
+from django.db.models import Q
+from django.db.models.functions import Now
+from django.utils.text import slugify
+
+from engines import residents, services
+from engines.choices import TERMINAL, EngineState, StopReason, Wanted
+from engines.errors import ModelDoesNotFit, ModelLoading, ModelNotFound, NoEngineReady
+from engines.models import Engine
+from engines.reconcile import DRAIN_DEADLINE_S
+from engines.services import EngineEndpoint
+from pools import reservation
+from pools import services as pools
+from pools.db import database_now
+from pools.events import publish_on_commit
+from pools.load_facts import DeviceFacts, LoadWish, load_wish, usable_devices
+from pools.placement import Preview, Refusal
+from pools.placement_swap import DeviceState, LoadPlan, plan_load
+
+# A load may wait for streams to end and then read a large file; afterwards the reservation frees itself.
+LOAD_LEASE_S = DRAIN_DEADLINE_S + 600.0
+TOUCH_EVERY_S = 5.0
+# A form that llama.cpp refused is not tried again and again.
+MISFIT_KEPT_S = 300.0
+_PLANNING_LOCK = 0x6879_6472  # one planner at a time in the whole pool: two must not count on the same bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadView:
+    """How far a model's engine is: queued (its device is at another load), draining, starting, loading, or ready.
+
+    `progress` is the loaded share, 0 to 1; `eta_s` how long it still takes. None where that is not known.
+    """
+
+    state: str
+    node: str = ""
+    device: str = ""
+    progress: float | None = None
+    eta_s: float | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """What an answer's `loading` holds; what is unknown is left out."""
+        values = {"state": self.state, "node": self.node, "device": self.device, "progress": self.progress}
+        if self.eta_s is not None:
+            values["eta_seconds"] = round(self.eta_s, 1)
+        return {key: value for key, value in values.items() if value not in (None, "")}
+
+
+def engines_for(model_name: str | None) -> list[EngineEndpoint]:
+    """The engines that can answer for this model now (None: the default one), never empty; has one started if there is none.
+
+    Raises ModelNotFound; ModelLoading while one comes, with how far it is; ModelDoesNotFit; NoEngineReady where none will come.
+    """
+    try:
+        return services.ready_engines(model_name)
+    except NoEngineReady:
+        view = want(model_name)
+    name = model_name or pools.default_model_name()
+    raise ModelLoading(f"The model {name!r} is being loaded ({view.state}).", view.as_dict())
+
+
+def want(model_name: str | None) -> LoadView:
+    """Have the model loaded if nothing of it serves or comes, and say how far it is. Raises as `engines_for` does."""
+    wish = load_wish(model_name)
+    if wish is None:
+        name = model_name or pools.default_model_name()
+        if name is None:
+            raise NoEngineReady("The pool has no model yet.", hint="Pull one with `manage.py pull NAME`.")
+        if not pools.model_exists(name):
+            raise ModelNotFound(f"The model {name!r} does not exist.", param="model")
+        raise NoEngineReady(f"The model {name!r} has no file.", hint="Pull it with `manage.py pull NAME`.")
+    if (coming := _coming(wish)) is not None:
+        return _view(coming)
+    _refuse_unwanted(wish)
+    return _load(wish)
+
+
+def _coming(wish: LoadWish) -> Engine | None:
+    """An engine of the model that serves by now, or will without anybody doing more."""
+    due = Q(state__in=[EngineState.READY, EngineState.STARTING]) | Q(state=EngineState.STOPPED, wanted=Wanted.RUNNING)
+    engines = Engine.objects.select_related("host", "gpu").filter(
+        due, variant__model_id=wish.model_id, host__state="up", host__duty="active"
+    )
+    return min(engines, key=lambda engine: engine.state == EngineState.STOPPED, default=None)
+
+
+def _refuse_unwanted(wish: LoadWish) -> None:
+    """Raises NoEngineReady where a load would be against somebody's will, or in vain."""
+    said = f"No engine serves the model {wish.model_name!r} right now."
+    engines = Engine.objects.filter(variant__model_id=wish.model_id)
+    if not wish.on_demand:
+        raise NoEngineReady(said, hint="It is not loaded on demand; start an engine of it in the panel.")
+    if engines.filter(stop_reason=StopReason.PERSON, wanted=Wanted.STOPPED).exists():
+        raise NoEngineReady(said, hint="Its engine was stopped in the panel; start it there.")
+    misfit = engines.filter(
+        stop_reason=StopReason.MISFIT, state_since__gt=Now() - timedelta(seconds=MISFIT_KEPT_S)
+    ).first()
+    if misfit is not None:
+        raise ModelDoesNotFit(f"The model {wish.model_name!r} {misfit.last_error}.")
+    busy = engines.filter(wanted=Wanted.RUNNING, state__in=[EngineState.FAILED, EngineState.UNHEALTHY])
+    if busy.exists():
+        raise NoEngineReady(said, hint="Its engine failed and is being looked after; the dashboard shows why.")
+
+
+# --- placing ------------------------------------------------------------------------------------------
+
+
+def _load(wish: LoadWish) -> LoadView:
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_PLANNING_LOCK])
+        if (coming := _coming(wish)) is not None:
+            return _view(coming)
+        devices = usable_devices(wish.variant_id)
+        engines = residents.engines_of({device.host_id for device in devices})
+        busy = frozenset(
+            device.device_id for device in devices if reservation.holder_of(load_resource(device.device_id))
+        )
+        states = residents.device_states(devices, engines, busy)
+        kept = _kept_row(wish, engines)
+        answer = _plan(wish, kept, [state for state in states if not state.is_busy], engines)
+        if isinstance(answer, Refusal):
+            return _queued_or_refused(wish, kept, states, engines, answer)
+        device = next(device for device in devices if device.device_id == answer.device_id)
+        return _begin(wish, kept, device, answer)
+
+
+def load_resource(device_id: int) -> str:
+    """The reservation of one load at a time on a device."""
+    return f"gpu:{device_id}:load"
+
+
+def load_owner(engine_id: int) -> str:
+    """Who has it."""
+    return f"load:{engine_id}"
+
+
+def _kept_row(wish: LoadWish, engines: Sequence[Engine]) -> Engine | None:
+    """A stopped engine of the model that a person set up: it is started as it is, instead of one of our making."""
+    rows = [
+        engine
+        for engine in engines
+        if engine.variant.model_id == wish.model_id and engine.state in TERMINAL and not engine.on_demand
+    ]
+    return min(rows, key=lambda engine: engine.pk, default=None)
+
+
+def _plan(
+    wish: LoadWish,
+    kept: Engine | None,
+    states: Sequence[DeviceState],
+    engines: Sequence[Engine],
+    *,
+    protects_young: bool = True,
+) -> LoadPlan | Refusal:
+    now = database_now()
+    there = [
+        residents.resident(engine, now, protects_young=protects_young)
+        for engine in engines
+        if residents.is_held(engine)
+    ]
+    if kept is not None:
+        device_id = kept.gpu_id
+        states = [
+            state for state in states if state.host_id == kept.host_id and device_id in (None, state.room.device_id)
+        ]
+        states = states if device_id is not None else [state for state in states if not state.room.is_card]
+        return plan_load(wish.facts, residents.engine_form(kept), states, there, may_shrink=False, exact=True)
+    return plan_load(wish.facts, wish.form, states, there, may_shrink=wish.may_shrink)
+
+
+def _queued_or_refused(
+    wish: LoadWish,
+    kept: Engine | None,
+    states: Sequence[DeviceState],
+    engines: Sequence[Engine],
+    refusal: Refusal,
+) -> LoadView:
+    """Raises ModelDoesNotFit unless patience would help: a device is at another load, or who would go came just now."""
+    later = _plan(wish, kept, states, engines, protects_young=False)
+    coming_or_going = (EngineState.STARTING, EngineState.DRAINING, EngineState.STOPPING)
+    if isinstance(later, LoadPlan) or any(engine.state in coming_or_going for engine in engines):
+        return LoadView("queued")
+    raise ModelDoesNotFit(
+        f"The model {wish.model_name!r} does not fit: {refusal.reason}.",
+        hint=f"It would fit as: {refusal.nearest.label}." if refusal.nearest else None,
+    )
+
+
+def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadPlan) -> LoadView:
+    """Write the load: the engine's row, the device's reservation, and who makes way."""
+    engine = kept or _own_row(wish, device, plan.preview)
+    lease = reservation.reserve(
+        load_resource(device.device_id), load_owner(engine.pk), LOAD_LEASE_S, f"loads {wish.model_name}"
+    )
+    if lease is None:
+        transaction.set_rollback(True)
+        return LoadView("queued")
+    Engine.objects.filter(pk=engine.pk, state__in=TERMINAL).update(
+        wanted=Wanted.RUNNING,
+        waits_for=list(plan.stops),
+        stop_reason=StopReason.NONE,
+        restarts=0,
+        load_progress=None,
+        last_error="",
+    )
+    publish_on_commit("engine", engine.pk)
+    logger.info("engine %d loads %s on %s: %s", engine.pk, wish.model_name, device.name, plan.preview.label)
+    for engine_id in plan.stops:
+        logger.info("engine %d makes way for %s", engine_id, wish.model_name)
+        services.drain(engine_id, StopReason.SWAP)
+    if not plan.stops:
+        services.start(engine.pk)
+    return LoadView("draining" if plan.stops else "starting", device.host_name, device.name)
+
+
+def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine:
+    form = preview.form
+    values = {
+        "slots": form.slots,
+        "context_tokens": form.context_tokens,
+        "gpu_layers": form.gpu_layers if device.kind == "cuda" else None,
+        "cpu_moe_layers": form.cpu_moe_layers,
+        "kv_type_k": form.kv_type_k,
+        "kv_type_v": form.kv_type_v,
+        "checkpoints": form.checkpoints,
+    }
+    row = Engine.objects.filter(
+        variant_id=wish.variant_id, gpu_id=device.device_id, on_demand=True, state__in=TERMINAL
+    ).first()
+    if row is None:
+        place = {"host_id": device.host_id, "gpu_id": device.device_id, "variant_id": wish.variant_id}
+        return Engine.objects.create(name=_free_name(wish, device), on_demand=True, **place, **values)
+    Engine.objects.filter(pk=row.pk).update(**values)
+    return row
+
+
+def _free_name(wish: LoadWish, device: DeviceFacts) -> str:
+    base = slugify(f"{wish.model_name} {device.name}".replace("/", " ").replace(".", "-"))[:58] or "engine"
+    taken = set(Engine.objects.filter(name__startswith=base).values_list("name", flat=True))
+    return next(
+        name for number in range(len(taken) + 2) if (name := f"{base}-{number}" if number else base) not in taken
+    )
+
+
+# --- steps --------------------------------------------------------------------------------------------
+
+
+def advance() -> int:
+    """Start every engine whose way is free by now; returns how many."""
+    started = 0
+    for engine in Engine.objects.exclude(waits_for=[]):
+        if engine.wanted != Wanted.RUNNING:
+            # Somebody stopped it before it began.
+            Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).update(waits_for=[])
+            reservation.release_owner(load_owner(engine.pk))
+            continue
+        if Engine.objects.filter(pk__in=engine.waits_for).exclude(state__in=TERMINAL).exists():
+            continue
+        with transaction.atomic():
+            if Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).update(waits_for=[]):
+                started += services.start(engine.pk)
+    return started
+
+
+def idle_overdue(host_name: str) -> list[int]:
+    """The serving engines of a host that nobody has asked for longer than their model's `idle_unload_s`."""
+    now = database_now()
+    serving = Engine.objects.select_related("variant__model").filter(
+        host__name=host_name,
+        state=EngineState.READY,
+        variant__model__idle_unload_s__gt=0,
+        variant__model__pinned=False,
+    )
+    return [
+        engine.pk for engine in serving if residents.resident(engine, now).idle_s > engine.variant.model.idle_unload_s
+    ]
+
+
+def touch(engine_id: int | None) -> None:
+    """A request came to this engine or ended there; written at most every TOUCH_EVERY_S seconds."""
+    if engine_id is None:
+        return
+    old = Q(last_used_at__isnull=True) | Q(last_used_at__lt=Now() - timedelta(seconds=TOUCH_EVERY_S))
+    Engine.objects.filter(old, pk=engine_id).update(last_used_at=Now())
+
+
+def _view(engine: Engine) -> LoadView:
+    device = f"{engine.host.name}/{engine.gpu.kind}{engine.gpu.index}" if engine.gpu else ""
+    if engine.state == EngineState.READY:
+        return LoadView("ready", engine.host.name, device, 1.0)
+    if engine.waits_for:
+        return LoadView("draining", engine.host.name, device)
+    progress = engine.load_progress if engine.state == EngineState.STARTING else None
+    eta_s = engine.load_s * (1 - (progress or 0.0)) if engine.load_s else None
+    return LoadView("starting" if progress is None else "loading", engine.host.name, device, progress, eta_s)
