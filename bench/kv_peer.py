@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from bench.kv import PLACE, PROOFS, copy_seconds, engine
+from bench.kv import PROOFS, engine
+from bench.kv_channel import PLACE
+from bench.kv_copy import copies
 from engines.config import EngineConfig
 from engines.runtime.__main__ import SWITCH_INTERVAL_S
+from engines.runtime.arena import pin
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_forms import Proof
 from engines.runtime.state_layout import MAGIC, Bytes
@@ -60,31 +63,43 @@ def see_blocks(channel: socket.socket, memory: Bytes, prove: Proof, *, reread: b
         channel.sendall(b"+" if there else b"-")
 
 
-async def take_in(desk: StateDesk, order: dict[str, Any], prove: Proof) -> dict[str, float]:
-    memory = mapped(order["path"])
+class Shelf:
+    """Memory in which the first process lays pieces, mapped once; page-locked too where a GPU takes them in."""
+
+    def __init__(self, path: str, config: EngineConfig) -> None:
+        self.memory = mapped(path)
+        self.plain = copies(self.memory.nbytes, config.gpu_layers)
+        if config.gpu_layers:
+            pin(self.memory.ctypes.data, self.memory.nbytes, max(config.main_gpu, 0))
+
+
+async def take_in(desk: StateDesk, order: dict[str, Any], shelf: Shelf, prove: Proof) -> dict[str, float]:
     manifest = Manifest.from_json(order["manifest"].encode())
-    copy_s = copy_seconds(manifest.total_bytes, memory)
+    copy_s = shelf.plain.in_s(manifest.total_bytes, shelf.memory)
     began = time.perf_counter()
-    await desk.enter(0, manifest, SharedPieces(memory, order["places"], prove))
+    await desk.enter(0, manifest, SharedPieces(shelf.memory, order["places"], prove))
     return {"import_s": time.perf_counter() - began, "copy_s": copy_s}
 
 
 async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None:
     prove = PROOFS[proof]
     seen: dict[str, Bytes] = {}
+    shelves: dict[str, Shelf] = {}
     async with engine(config) as (_, desk):
         await desk.meta(0)
         channel.sendall(b"R")
         while command := await asyncio.to_thread(channel.recv, 1):
             length = int.from_bytes(channel.recv(8, socket.MSG_WAITALL), "little")
             order = json.loads(channel.recv(length, socket.MSG_WAITALL))
+            path = order["path"]
             if command == b"V":
-                path = order["path"]
                 if path not in seen:
                     seen[path] = mapped(path)
                 await asyncio.to_thread(partial(see_blocks, channel, seen[path], prove, reread=order["reread"]))
             else:
-                answer = json.dumps(await take_in(desk, order, prove)).encode()
+                if path not in shelves:
+                    shelves = {path: Shelf(path, config)}
+                answer = json.dumps(await take_in(desk, order, shelves[path], prove)).encode()
                 channel.sendall(len(answer).to_bytes(8, "little") + answer)
 
 

@@ -103,7 +103,7 @@ class Arena:
         """A buffer of just that size, in the order of the asking; waits until one is free. Raises ArenaFull if none can be."""
         if size_bytes > self.size_bytes:
             raise ArenaFull(f"a buffer of {size_bytes} bytes does not fit the arena of {self.size_bytes}")
-        if not self._waiting and (buffer := self._cut(size_bytes)):
+        if buffer := self.take_now(size_bytes):
             return buffer
         future: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, future))
@@ -114,6 +114,10 @@ class Arena:
                 future.result().free()
             self._serve_waiting()
             raise
+
+    def take_now(self, size_bytes: int) -> Buffer | None:
+        """A buffer if one is free and nobody waits: for whoever holds others that are needed to go on."""
+        return None if self._waiting else self._cut(size_bytes)
 
     def give_back(self, offset: int, extent_bytes: int) -> None:
         self._free.append((offset, extent_bytes))

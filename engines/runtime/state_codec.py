@@ -3,6 +3,8 @@
 A block of attention rows leaves through a scratch sequence that shares just its cells, and enters through one that is emptied
 at once; so the scratch sequences are empty between calls. llama.cpp checks little of what it loads and may leave half a state
 behind: everything is checked here first, and whatever still fails leaves the sequence and the scratch ones empty, verified.
+
+What needs no context is apart (`finished_…`, `check_…`), so that a transfer can do it on another thread meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from engines.errors import NoCellsFree, StateError, StateInvalid
 from engines.runtime.cells import Sequence
 from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.state_draft import DraftCodec, probed_drafts
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout
 
 log = logging.getLogger("hydra.engine.state")
@@ -32,6 +35,8 @@ class StateCodec:
         self._cache = cache
         self._llama = llama
         self._scratch, self._empty = cache.scratch
+        # Where the engine drafts with the model's own head, and its states are known.
+        self.drafts: DraftCodec | None = None
         # Also a windowed model's base rows, which its positions do not tell of.
         self._empty_bytes = llama.state_bytes(self._scratch.index)
 
@@ -51,29 +56,47 @@ class StateCodec:
 
         Raises StateError when llama.cpp does not hold just these positions.
         """
+        written = self.take_block(sequence, start, end, buffer)
+        return self.finished_block(buffer[:written], start, sequence.tokens[start:end])
+
+    def take_block(self, sequence: Sequence, start: int, end: int, buffer: Bytes) -> int:
+        """`export_block` without its checks: the bytes that llama.cpp wrote, for `finished_block`."""
         scratch = self._scratch.index
         try:
             self._llama.share_range(sequence.index, scratch, start, end)
             if self.layout.recurrent:
                 # Sharing took the recurrent state along; an empty sequence's takes its place.
                 self._llama.share_range(self._empty.index, scratch, 0, 0)
-            written = self._llama.export_into(scratch, buffer, partial=False)
+            return self._llama.export_into(scratch, buffer, partial=False)
         finally:
             self._llama.clear(scratch)
-        if written < self.layout.block_bytes(end - start):
-            raise StateError(f"llama.cpp gave {written} bytes for positions {start} to {end - 1} of a slot.")
-        block = self.layout.as_block(buffer[:written], end - start)
-        self.layout.check_block(block, start, sequence.tokens[start:end])
+
+    def finished_block(self, taken: Bytes, start: int, tokens: list[int]) -> Bytes:
+        """What was taken of a range of `tokens`, checked. On any thread."""
+        count = len(tokens)
+        if taken.nbytes < self.layout.block_bytes(count):
+            raise StateError(
+                f"llama.cpp gave {taken.nbytes} bytes for positions {start} to {start + count - 1} of a slot."
+            )
+        block = self.layout.as_block(taken, count)
+        self.layout.check_block(block, start, tokens)
         self.layout.forget_sequence(block, partial=False)
         return block
 
     def export_part(self, sequence: Sequence, buffer: Bytes) -> Bytes:
         """What is no attention row (recurrent state, last window) as it is now, written into `buffer` of `part_bytes`."""
-        written = self._llama.export_into(sequence.index, buffer, partial=True)
-        part = buffer[:written]
-        self.layout.check_part(part, len(sequence))
-        self.layout.forget_sequence(part, partial=True)
-        return part
+        written = self.take_part(sequence, buffer)
+        return self.finished_part(buffer[:written], len(sequence))
+
+    def take_part(self, sequence: Sequence, buffer: Bytes) -> int:
+        """`export_part` without its checks: the bytes that llama.cpp wrote, for `finished_part`."""
+        return self._llama.export_into(sequence.index, buffer, partial=True)
+
+    def finished_part(self, taken: Bytes, tokens: int) -> Bytes:
+        """What was taken of a sequence of `tokens` tokens, checked. On any thread."""
+        self.layout.check_part(taken, tokens)
+        self.layout.forget_sequence(taken, partial=True)
+        return taken
 
     # --- in -------------------------------------------------------------------------------------
 
@@ -83,22 +106,30 @@ class StateCodec:
         Raises StateInvalid, StateIncompatible or NoCellsFree; after the first of them that llama.cpp itself causes the
         sequence is empty, else it is as before.
         """
+        self.layout.check_block(block, start, tokens)
+        self.enter_block(sequence, start, len(tokens), block)
+
+    def enter_block(self, sequence: Sequence, start: int, count: int, block: Bytes) -> None:
+        """`import_block` for a block that passed `layout.check_block` and has not changed since."""
         if len(sequence.cells) != start:
             raise StateError(f"A block of position {start} cannot follow {len(sequence.cells)} positions.")
-        self.layout.check_block(block, start, tokens)
-        if not self._cache.make_room(len(tokens)):
-            raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {len(tokens)} are needed.")
+        if not self._cache.make_room(count):
+            raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {count} are needed.")
         scratch = self._scratch.index
         if not self._llama.import_from(scratch, block, partial=False):
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused a block of the state.")
-        self._llama.share_range(scratch, sequence.index, start, start + len(tokens))
+        self._llama.share_range(scratch, sequence.index, start, start + count)
         self._llama.clear(scratch)
-        sequence.receive(len(tokens))
+        sequence.receive(count)
 
     def import_part(self, sequence: Sequence, tokens: int, part: Bytes) -> None:
         """Gives the sequence, which holds the attention rows of `tokens` tokens, the rest of its state. Raises as above."""
         self.layout.check_part(part, tokens)
+        self.enter_part(sequence, part)
+
+    def enter_part(self, sequence: Sequence, part: Bytes) -> None:
+        """`import_part` for a part that passed `layout.check_part` and has not changed since."""
         if not self._llama.import_from(sequence.index, part, partial=True):
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused the last part of the state.")
@@ -179,6 +210,7 @@ def _probed(cache: PrefixCache, llama: Llama) -> StateCodec:
     if not np.array_equal(_whole(llama, probe), before):
         raise LayoutUnknown("a state that went out and in again has other bytes")
     codec.abandon(probe)
+    codec.drafts = probed_drafts(probe.draft, codec._scratch.index)
     return codec
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterable, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from engines.runtime import state_transfer
 from engines.runtime.arena import FOLDER, Arena, ArenaFull
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint, fingerprint_of, model_sha256
+from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import Dock, to_its_end
 from engines.runtime.state_export import ExportedState, StateMeta, planned, total_bytes
@@ -38,7 +40,10 @@ from engines.runtime.state_forms import FORMS, ChunkReader, form_of, read_stream
 from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces, received, with_patience
 from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_metrics import StateMetrics
-from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_order import require_order
+from engines.runtime.state_sizes import kept_block_tokens, moved_block_tokens
+from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import SlotLook
 from engines.runtime.state_whole import WholeState, read_v2
 from pools.errors import ModelFileUnreadable, PoolError
@@ -48,11 +53,7 @@ __all__ = ["FORMS", "ExportedState", "RestoreTerms", "RestoredState", "StateDesk
 log = logging.getLogger("hydra.engine.state")
 
 THREADS = 2
-# A block that llama.cpp copies in one go: small enough for caches on a CPU, large enough to hide a GPU's cost per copy.
-CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 6 << 20, 12 << 20
-MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 64, 1 << 14
 ARENA_BYTES = 64 << 20
-MAX_CHECKPOINTS = 8
 _ZERO_DIGEST = "0" * 64
 
 
@@ -61,11 +62,13 @@ class RestoreTerms:
     """What a sender says beside the bytes. `total_bytes` None: unknown until the stream ends.
 
     `fingerprint` is needed by forms that carry none (v2, raw). `erase_existing` False refuses a slot that holds tokens.
+    `origin`: whose conversation it is.
     """
 
     total_bytes: int | None = None
     fingerprint: str | None = None
     erase_existing: bool = True
+    origin: Origin = NOBODY
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,9 @@ class RestoredState:
 class StateDesk:
     """See the module's text. One per engine; made with the core, usable once the core is ready."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, least_arena_bytes: int = ARENA_BYTES) -> None:
         self._core = core
+        self._least_arena_bytes = least_arena_bytes
         self._config: EngineConfig = core.config
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="state")
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
@@ -106,6 +110,16 @@ class StateDesk:
         if self._arena is not None:
             self._arena.close()
 
+    async def terms(self) -> SharingTerms:
+        """What pieces are made by here; waits for the model's digest. Raises StateSharingOff, EngineLoading, EngineStopping."""
+        codec = self._codec()
+        await self._require_model()
+        fingerprint, tokens = (
+            self._fingerprint(self._model_sha256, codec.layout).text,
+            kept_block_tokens(self._config, codec.layout),
+        )
+        return SharingTerms(await self._dock(codec), fingerprint, self._config.model_name, self._model_sha256, tokens)
+
     async def meta(self, slot_id: int, form: str = "stream") -> StateMeta:
         """Raises InvalidRequest for an unknown form, SlotNotFound, StateSharingOff, EngineLoading."""
         codec = self._codec(form)
@@ -113,8 +127,9 @@ class StateDesk:
         self.begin()
         return (await self._described(slot_id, look, form))[0]
 
-    async def export(self, slot_id: int, form: str = "stream") -> ExportedState:
-        """Takes the slot. Raises as `meta`, and SlotBusy and SlotEmpty."""
+    async def export(self, slot_id: int, form: str = "stream", *, block_tokens: int = 0) -> ExportedState:
+        """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). Raises as `meta`, and SlotBusy
+        and SlotEmpty."""
         codec = self._codec(form)
         await self._require_model()
         dock = await self._dock(codec)
@@ -122,7 +137,7 @@ class StateDesk:
             lambda cache: state_transfer.depart(cache, codec, slot_id), lambda taken: lambda cache: taken.end()
         )
         try:
-            meta, manifest = await self._described(slot_id, departure.look, form)
+            meta, manifest = await self._described(slot_id, departure.look, form, block_tokens)
         except BaseException:
             await dock.perform(lambda cache: departure.end())
             raise
@@ -169,7 +184,9 @@ class StateDesk:
             if terms.total_bytes not in (None, reader.read_bytes):
                 raise StateInvalid(f"The state has {reader.read_bytes} bytes; {terms.total_bytes} were announced.")
 
-        match = await self._enter(dock, slot_id, manifest, source, complete, erase_existing=terms.erase_existing)
+        match = await self._enter(
+            dock, slot_id, manifest, source, complete, erase_existing=terms.erase_existing, origin=terms.origin
+        )
         return RestoredState(slot_id, len(manifest.tokens), reader.read_bytes, form, match)
 
     async def enter(self, slot_id: int, manifest: Manifest, source: PieceSource) -> RestoredState:
@@ -195,12 +212,13 @@ class StateDesk:
         complete: Callable[[], Awaitable[None]],
         *,
         erase_existing: bool,
+        origin: Origin = NOBODY,
     ) -> str:
         """Takes the slot, takes the pieces in, and gives it back once `complete` has found nothing wrong."""
         match = self._require_fit(manifest, dock.codec.layout, dock.arena)
         tokens = list(manifest.tokens)
         arrival = await dock.take(
-            lambda cache: state_transfer.arrive(cache, slot_id, tokens, erase_existing=erase_existing),
+            lambda cache: state_transfer.arrive(cache, slot_id, tokens, erase_existing=erase_existing, origin=origin),
             lambda taken: lambda cache: taken.abort(dock.codec),
         )
         try:
@@ -220,14 +238,19 @@ class StateDesk:
 
     # --- what a state is ------------------------------------------------------------------------
 
-    async def _described(self, slot_id: int, look: SlotLook, form: str) -> tuple[StateMeta, Manifest]:
+    async def _described(
+        self, slot_id: int, look: SlotLook, form: str, block_tokens: int = 0
+    ) -> tuple[StateMeta, Manifest]:
         """In a thread: the tokens of a long slot take milliseconds to write down."""
-        described = asyncio.get_running_loop().run_in_executor(self._threads, self._describe, slot_id, look, form)
-        return await to_its_end(described)
+        work = partial(self._describe, slot_id, look, form, block_tokens)
+        return await to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
-    def _describe(self, slot_id: int, look: SlotLook, form: str) -> tuple[StateMeta, Manifest]:
+    def _describe(self, slot_id: int, look: SlotLook, form: str, block_tokens: int) -> tuple[StateMeta, Manifest]:
         layout = self._codec().layout
-        pieces = planned(look, layout, self._block_tokens(layout), checkpoints=form == "stream") if look.tokens else ()
+        usual_tokens = kept_block_tokens if look.others_run else moved_block_tokens
+        block_tokens = block_tokens or usual_tokens(self._config, layout)
+        ours, drafts = form == "stream", self._codec().drafts if form == "stream" else None
+        pieces = planned(look, layout, block_tokens, checkpoints=ours, drafts=drafts) if look.tokens else ()
         # Before the file was read a digest of the same length stands in, so that the size is right already.
         digest = self._model_sha256 or _ZERO_DIGEST
         fingerprint = self._fingerprint(digest, layout).text
@@ -246,6 +269,14 @@ class StateDesk:
         )
         return meta, manifest
 
+    def known_fingerprint(self) -> str:
+        """What engines must share to share state, as a digest; "" while the file is being read, or where none is shared."""
+        codec = self._core.codec
+        if codec is None:
+            return ""
+        self.begin()
+        return self._fingerprint(self._model_sha256, codec.layout).digest if self._model_sha256 else ""
+
     def _fingerprint(self, sha256: str, layout: StateLayout) -> Fingerprint:
         """Made once for a digest: a large vocabulary takes a tenth of a second."""
         if sha256 not in self._fingerprints:
@@ -262,7 +293,7 @@ class StateDesk:
             )
         layout = whole.layout
         look = SlotLook(whole.tokens, whole.part().nbytes if layout.has_part else 0, (), False, "")
-        pieces = planned(look, layout, self._block_tokens(layout), checkpoints=False)
+        pieces = planned(look, layout, kept_block_tokens(self._config, layout), checkpoints=False)
         model = Fingerprint.parse(fingerprint).model
         sha256 = model.removeprefix("sha256:") if model.startswith("sha256:") else ""
         return Manifest(fingerprint, "", sha256, tuple(whole.tokens), pieces)
@@ -294,7 +325,7 @@ class StateDesk:
         every = manifest.all_tokens
         if min(every) < 0 or max(every) >= self._core.llama.vocabulary.size:
             raise StateInvalid("The state has tokens beyond the vocabulary.")
-        _require_order(manifest.pieces, len(tokens), layout)
+        require_order(manifest.pieces, len(tokens), layout)
         largest = max(piece.size_bytes for piece in manifest.pieces)
         if largest > arena.size_bytes:
             raise StateTooLarge(f"The state has a piece of {largest} bytes; here one may have {arena.size_bytes}.")
@@ -325,8 +356,8 @@ class StateDesk:
 
     def _make_arena(self) -> Arena:
         codec = self._codec()
-        block_bytes = codec.capacity_bytes(self._block_tokens(codec.layout))
-        size_bytes = max(ARENA_BYTES, 4 * block_bytes) + self._largest_part_bytes(codec.layout)
+        block_bytes = codec.capacity_bytes(moved_block_tokens(self._config, codec.layout))
+        size_bytes = max(self._least_arena_bytes, 4 * block_bytes) + self._largest_part_bytes(codec.layout)
         device = max(self._config.main_gpu, 0) if self._config.gpu_layers else None
         try:
             return Arena(size_bytes, FOLDER, device)
@@ -337,16 +368,6 @@ class StateDesk:
     def _largest_part_bytes(self, layout: StateLayout) -> int:
         assert self._core.llama is not None
         return layout.part_bytes(min(self._core.llama.window_tokens, self._config.context_tokens))
-
-    def _block_tokens(self, layout: StateLayout) -> int:
-        """Tokens of a block: the configuration's, or a power of two that makes a block some megabytes."""
-        if self._config.kv_block_tokens:
-            return self._config.kv_block_tokens
-        wanted_bytes = GPU_BLOCK_BYTES if self._config.gpu_layers else CPU_BLOCK_BYTES
-        tokens = MIN_BLOCK_TOKENS
-        while 2 * tokens * layout.attention.token_bytes <= wanted_bytes and tokens < MAX_BLOCK_TOKENS:
-            tokens *= 2
-        return tokens
 
     async def _require_model(self) -> None:
         """Waits until the model's file was read. Raises StateSharingOff when it cannot be."""
@@ -370,28 +391,3 @@ class StateDesk:
         """Ends the reading of a large file when the engine stops."""
         if self._closed:
             raise ModelFileUnreadable("the engine stops")
-
-
-def _require_order(pieces: tuple[StatePiece, ...], count: int, layout: StateLayout) -> None:
-    """Blocks without a gap, then the last part, then checkpoints by rising cut; each of just the size that it has here."""
-    at, stage = 0, 0
-    cut = 0
-    for piece in pieces:
-        wanted = layout.part_bytes(piece.end)
-        if piece.kind == "block" and stage == 0:
-            right = piece.start == at < piece.end <= count and piece.tokens <= MAX_BLOCK_TOKENS
-            right = right and piece.size_bytes == layout.block_bytes(piece.tokens)
-            at = piece.end
-        elif piece.kind == "part" and stage == 0:
-            right = layout.has_part and at == piece.end == count and 0 < piece.size_bytes <= wanted and piece.start == 0
-            stage = 1
-        else:
-            right = piece.kind == "checkpoint" and layout.recurrent is not None and stage > 0
-            right = right and piece.start == 0 and cut < piece.end < count and 0 < piece.size_bytes <= wanted
-            cut, stage = piece.end, stage + 1
-        if not right or stage > 1 + MAX_CHECKPOINTS:
-            raise StateInvalid(
-                f"The state's {piece.kind} of positions {piece.start} to {piece.end - 1} cannot stand there."
-            )
-    if at != count or (layout.has_part and not stage):
-        raise StateInvalid("The state lacks pieces.")

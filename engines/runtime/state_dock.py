@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from engines.errors import EngineError
+from engines.errors import EngineError, EngineStopping
 from engines.runtime.arena import Arena
 from engines.runtime.core import EngineCore
 from engines.runtime.prefix import PrefixCache
@@ -21,6 +24,8 @@ Work = Callable[[PrefixCache], Generator[None, None, T]]
 # always these many pieces, so that one is on the core's thread while others are digested, read or sent.
 WINDOW_BYTES = 12 << 20
 LEAST_PIECES = 3
+# While nothing decodes, a slice has as many pieces as come into this time: whoever asks for a token then waits no longer.
+IDLE_SLICE_S = 0.003
 
 
 class Dock:
@@ -31,7 +36,7 @@ class Dock:
         self._threads = threads
 
     def lane(self) -> Lane:
-        return Lane(self._core)
+        return Lane(self._core, self._threads)
 
     async def perform(self, work: Work[T]) -> T:
         """Runs an errand to its end, also when the caller is cancelled meanwhile."""
@@ -55,49 +60,103 @@ class Dock:
 class Lane:
     """One transfer's jobs for the core's thread: a slice each, in order, as one errand for as long as there are some.
 
-    An errand per job would leave the core idle for the way to the event loop and back after each.
+    An errand per job would leave the core idle for the way to the event loop and back after each. What a job needs before it
+    (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, threads: ThreadPoolExecutor) -> None:
         self._core = core
+        self._threads = threads
         self._loop = asyncio.get_running_loop()
-        self._jobs: deque[tuple[Callable[[PrefixCache], Any], asyncio.Future[Any]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._runner: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
 
-    def submit(self, job: Callable[[PrefixCache], T]) -> asyncio.Future[T]:
-        """The future of the job's result. Whoever gave the job memory must wait for it (`to_its_end`), also when cancelled."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.append((job, future))
+    def submit(
+        self,
+        job: Callable[[PrefixCache], Any],
+        *,
+        first: Callable[[], object] | None = None,
+        then: Callable[[Any], Any] | None = None,
+    ) -> asyncio.Future[Any]:
+        """The future of what `then`, given the job's result, gives; of the job's result without it.
+
+        Whoever gave the job memory must wait for the future (`to_its_end`), also when cancelled.
+        """
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._jobs.append(_Job(job, future, self._threads.submit(first) if first else None, then))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.ensure_future(self._run())
         return future
 
     async def _run(self) -> None:
         while self._jobs:
+            ready = self._jobs[0].ready
+            if ready is not None and not ready.done():
+                coming = asyncio.wrap_future(ready)
+                await asyncio.wait((coming,))
+                if not coming.cancelled():
+                    coming.exception()  # looked at: the job raises it
             try:
                 await self._core.perform(self._work)
             except EngineError as error:  # the core has ended; what it did not take will not be done
                 while self._jobs:
-                    _settle(self._jobs.popleft()[1], None, error)
+                    self._settle(self._jobs.popleft(), None, error)
 
     def _work(self, cache: PrefixCache) -> Generator[None, None, None]:
-        while self._jobs:
-            job, future = self._jobs.popleft()
-            try:
-                result, error = job(cache), None
-            except Exception as raised:  # noqa: BLE001 - whoever waits for the job gets it
-                result, error = None, raised
-            self._loop.call_soon_threadsafe(_settle, future, result, error)
-            if self._jobs:
+        began_at = time.monotonic()
+        while self._jobs and self._jobs[0].is_ready:
+            self._advance(self._jobs.popleft(), cache)
+            if cache.busy or time.monotonic() - began_at > IDLE_SLICE_S:
                 yield
+                began_at = time.monotonic()
 
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if not future.done():
-        if error is None:
-            future.set_result(result)
+    def _advance(self, job: _Job, cache: PrefixCache) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if job.ready is not None:
+                job.ready.result()
+            result = job.work(cache)
+            if job.then is not None:
+                self._threads.submit(job.then, result).add_done_callback(partial(self._after, job))
+                return
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - whoever waits for the job gets it
+            self._failure = error
+            self._settle(job, None, error)
         else:
-            future.set_exception(error)
+            self._settle(job, result, None)
+
+    def _after(self, job: _Job, done: Future[Any]) -> None:
+        error = CancelledError() if done.cancelled() else done.exception()
+        self._settle(job, None if error else done.result(), error)
+
+    def _settle(self, job: _Job, result: Any, error: BaseException | None) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(_settle, job.future, result, error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    work: Callable[[PrefixCache], Any]
+    future: asyncio.Future[Any]
+    ready: Future[object] | None
+    then: Callable[[Any], Any] | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready is None or self.ready.done()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if isinstance(error, CancelledError):
+        error = EngineStopping("The engine is shutting down.")
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 async def to_its_end(awaitable: Awaitable[T]) -> T:

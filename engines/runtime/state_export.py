@@ -1,4 +1,5 @@
-"""A slot's state on its way out, piece by piece: exported by the core's thread, digested by another, sent by the caller."""
+"""A slot's state on its way out, piece by piece: taken by the core's thread, checked and proved by another, sent by the
+caller."""
 
 from __future__ import annotations
 
@@ -7,14 +8,17 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from engines.errors import EngineError
 from engines.runtime.arena import Arena, Buffer
 from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, Lane, to_its_end
-from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of, stream_head
+from engines.runtime.state_draft import DraftCodec, DraftLook
+from engines.runtime.state_forms import DIGEST_BYTES, Proof, digest_of, stream_head
 from engines.runtime.state_layout import Bytes, StateLayout
 from engines.runtime.state_metrics import StateMetrics
+from engines.runtime.state_order import MAX_BLOCK_TOKENS
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_transfer import Departure, SlotLook
 from engines.runtime.state_whole import WholeState, v2_head
@@ -43,7 +47,9 @@ class StateMeta:
     form: str = "stream"
 
 
-def planned(look: SlotLook, layout: StateLayout, block_tokens: int, *, checkpoints: bool) -> tuple[StatePiece, ...]:
+def planned(
+    look: SlotLook, layout: StateLayout, block_tokens: int, *, checkpoints: bool, drafts: DraftCodec | None = None
+) -> tuple[StatePiece, ...]:
     """The pieces of a slot's state in the order in which they travel."""
     count = len(look.tokens)
     pieces = []
@@ -54,7 +60,20 @@ def planned(look: SlotLook, layout: StateLayout, block_tokens: int, *, checkpoin
         pieces.append(StatePiece("part", 0, count, look.part_bytes))
     if checkpoints:
         pieces += [StatePiece("checkpoint", 0, cut, size_bytes) for cut, size_bytes in look.checkpoints]
+    if drafts is not None and look.draft is not None:
+        pieces += planned_drafts(look.draft, drafts, block_tokens * layout.attention.token_bytes)
     return tuple(pieces)
+
+
+def planned_drafts(look: DraftLook, drafts: DraftCodec, block_bytes: int) -> list[StatePiece]:
+    """A draft context's rows are few bytes a token, so that its blocks have more tokens."""
+    block_tokens = min(max(1, block_bytes // drafts.layout.attention.token_bytes), MAX_BLOCK_TOKENS)
+    pieces = []
+    for start in range(look.start, look.end, block_tokens):
+        end = min(start + block_tokens, look.end)
+        pieces.append(StatePiece("draft", start, end, drafts.layout.block_bytes(end - start)))
+    pieces.append(StatePiece("hidden", look.first, look.last, (look.last - look.first) * drafts.row_bytes))
+    return pieces
 
 
 def total_bytes(manifest: Manifest, layout: StateLayout, form: str) -> int:
@@ -127,8 +146,8 @@ class ExportedState:
         await self._drop_pieces()
         lane, waiting = self._dock.lane(), deque(self.manifest.pieces)
         while True:
-            while waiting and self._has_room(waiting[0]):
-                await self._begin(lane, waiting.popleft(), prove)
+            while waiting and self._has_room(waiting[0]) and await self._begin(lane, waiting[0], prove):
+                waiting.popleft()
             if not self._under_way:
                 return
             piece, buffer, coming = self._under_way[0]
@@ -140,19 +159,19 @@ class ExportedState:
         under_way = sum(other.size_bytes for other, _, _ in self._under_way)
         return len(self._under_way) < LEAST_PIECES or under_way + piece.size_bytes <= WINDOW_BYTES
 
-    async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> None:
-        codec, departure = self._dock.codec, self._departure
+    async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> bool:
+        """False when there is no buffer for it. Waits for one only where none is held, or transfers could wait in a ring."""
+        codec, departure, arena = self._dock.codec, self._departure, self._dock.arena
         wanted = codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
-        buffer = await self._dock.arena.take(wanted)
-        # The checksum is made while the bytes are in the core's cache; the digest takes longer than a slice may.
-        at_once = prove if prove is checksum_of else None
-        exported = lane.submit(lambda cache: departure.piece(codec, piece, buffer.data, at_once))
-        coming = exported if at_once else asyncio.ensure_future(self._digested(exported, prove))
+        buffer = arena.take_now(wanted) if self._under_way else await arena.take(wanted)
+        if buffer is None:
+            return False
+        coming = lane.submit(
+            lambda cache: departure.take(codec, piece, buffer.data),
+            then=partial(departure.finished, codec, piece, prove),
+        )
         self._under_way.append((piece, buffer, coming))
-
-    async def _digested(self, exported: asyncio.Future[tuple[Bytes, bytes]], prove: Proof) -> tuple[Bytes, bytes]:
-        data, _ = await to_its_end(exported)
-        return data, await self._dock.in_thread(prove, memoryview(data.data))
+        return True
 
     async def _stream(self) -> AsyncIterator[memoryview]:
         yield memoryview(stream_head(self.manifest))

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterable, AsyncIterator
 from functools import partial
 from typing import Protocol
 
-from engines.errors import DeadlineExceeded, StateInvalid
+from engines.errors import DeadlineExceeded
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, Lane, to_its_end
-from engines.runtime.state_forms import DIGEST_BYTES, ChunkReader, checksum_of
+from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, to_its_end
+from engines.runtime.state_forms import DIGEST_BYTES, ChunkReader
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import StatePiece
 from engines.runtime.state_transfer import Arrival, Delivery
@@ -72,14 +72,10 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
                 await to_its_end(under_way[0][1])
                 under_way.popleft()
             delivery = await source.deliver(piece)
-            if delivery.prove is checksum_of:
-                # Looked at on the core's thread, which then finds the bytes in its cache.
-                entering = lane.submit(partial(_enter, dock, arrival, delivery))
-                entering.add_done_callback(partial(_free, delivery))
-            else:
-                # The digest takes longer than a slice may, so a thread looks at it; pieces queue up behind each other.
-                before = under_way[-1][1] if under_way else None
-                entering = asyncio.ensure_future(_enter_digested(dock, lane, arrival, delivery, before))
+            entering = lane.submit(
+                partial(_enter, dock, arrival, delivery), first=partial(_check, dock, arrival, delivery)
+            )
+            entering.add_done_callback(partial(_free, delivery))
             under_way.append((piece, entering))
         while under_way:
             await to_its_end(under_way[0][1])
@@ -97,28 +93,19 @@ def _has_room(under_way: deque[tuple[StatePiece, asyncio.Future[None]]], piece: 
     return len(under_way) < LEAST_PIECES or size_bytes + piece.size_bytes <= WINDOW_BYTES
 
 
+def _check(dock: Dock, arrival: Arrival, delivery: Delivery) -> None:
+    """On a thread of the dock."""
+    delivery.check()
+    arrival.check(dock.codec, delivery.piece, delivery.data)
+
+
 def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache) -> None:
     """On the core's thread."""
-    delivery.check()
-    arrival.piece(cache, dock.codec, delivery.piece, delivery.data)
+    arrival.enter(cache, dock.codec, delivery.piece, delivery.data)
 
 
 def _free(delivery: Delivery, _entered: object) -> None:
     delivery.free()
-
-
-async def _enter_digested(
-    dock: Dock, lane: Lane, arrival: Arrival, delivery: Delivery, before: asyncio.Future[None] | None
-) -> None:
-    try:
-        await dock.in_thread(delivery.check)
-        if before is not None:
-            await asyncio.wait((before,))
-            if before.cancelled() or before.exception() is not None:
-                raise StateInvalid("A piece before this one did not enter.")
-        await to_its_end(lane.submit(lambda cache: arrival.piece(cache, dock.codec, delivery.piece, delivery.data)))
-    finally:
-        delivery.free()
 
 
 async def with_patience(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

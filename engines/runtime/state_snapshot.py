@@ -25,8 +25,9 @@ MAX_TOKENS = 1 << 22
 MAX_PIECES = 1 << 17
 MAX_HELD_BYTES = 1 << 16
 # The pieces of a state, in the order in which they travel: a block follows its predecessor, the last part follows the blocks,
-# checkpoints (parts of earlier cuts) come at the end.
-KINDS = ("block", "part", "checkpoint")
+# checkpoints (parts of earlier cuts) follow, and at the end stands what the draft head holds: its rows, then hidden rows that it
+# has not been fed.
+KINDS = ("block", "part", "checkpoint", "draft", "hidden")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class GenerationState:
     queue_s: float = 0.0
     prompt_s: float = 0.0
     decode_s: float = 0.0
+    tenant: str = ""
+    session: str = ""
+    system_cut: int = 0
+    draft_min: int = 0
+    draft_max: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,11 @@ def captured(generation: Generation) -> GenerationState:
         queue_s=stats.queue_s,
         prompt_s=stats.prompt_s,
         decode_s=stats.decode_s,
+        tenant=generation.tenant,
+        session=generation.session,
+        system_cut=generation.system_cut,
+        draft_min=generation.draft_min,
+        draft_max=generation.draft_max,
     )
 
 
@@ -180,6 +191,11 @@ def resumed(
         choice=state.choice,
         owner=state.owner,
         priority=state.priority,
+        tenant=state.tenant,
+        session=state.session,
+        system_cut=state.system_cut,
+        draft_min=state.draft_min,
+        draft_max=state.draft_max,
     )
     generation.tokens = tokens
     generation.unposted()

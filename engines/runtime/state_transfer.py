@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from engines.errors import (
     NoCellsFree,
     SlotBusy,
@@ -22,12 +24,16 @@ from engines.errors import (
     StateInvalid,
     StateTooLarge,
 )
+from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.prefix import Checkpoint, PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
+from engines.runtime.state_draft import DraftLook
 from engines.runtime.state_forms import Proof, digest_of
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import StatePiece
+
+DRAFT_KINDS = ("draft", "hidden")
 
 T = TypeVar("T")
 Slices = Generator[None, None, T]
@@ -43,6 +49,9 @@ class SlotLook:
     """Cut and bytes of each."""
     is_processing: bool
     operation: str
+    draft: DraftLook | None = None
+    others_run: bool = False
+    """Whether some generation runs in the engine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +82,8 @@ class Departure:
     checkpoints: dict[int, Checkpoint]
     """By their cuts."""
 
-    def piece(self, codec: StateCodec, piece: StatePiece, buffer: Bytes, prove: Proof | None) -> tuple[Bytes, bytes]:
-        """The piece, written into `buffer`, and what `prove` makes of it. On the core's thread.
+    def take(self, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
+        """Writes the piece into `buffer`, for `finished`. On the core's thread.
 
         Raises StateError when the engine lost the slot's state meanwhile.
         """
@@ -84,12 +93,36 @@ class Departure:
         if len(sequence) < piece.end:
             raise StateError("The engine lost the slot's state while it left.")
         if piece.kind == "block":
-            exported = codec.export_block(sequence, piece.start, piece.end, buffer)
+            return buffer[: codec.take_block(sequence, piece.start, piece.end, buffer)]
+        if piece.kind in DRAFT_KINDS:
+            return self._take_draft(codec, piece, buffer)
+        return buffer[: codec.take_part(sequence, buffer)]
+
+    def _take_draft(self, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
+        sequence, drafts = self.slot.sequence, codec.drafts
+        assert drafts is not None
+        assert sequence.draft is not None
+        if drafts.look(sequence.draft, len(sequence)) != self.look.draft:
+            raise StateError("The engine lost what its draft head held of the slot while it left.")
+        if piece.kind == "draft":
+            return buffer[: drafts.take_block(sequence.index, piece.start, piece.end, buffer)]
+        buffer[:] = sequence.draft.hidden().view(np.uint8).ravel()
+        return buffer
+
+    def finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
+        """The piece, checked, and what `prove` makes of it. On any thread."""
+        if piece.kind == "block":
+            exported = codec.finished_block(taken, piece.start, self.look.tokens[piece.start : piece.end])
+        elif piece.kind == "draft":
+            assert codec.drafts is not None
+            exported = codec.drafts.finished_block(taken, piece.start, self.look.tokens[piece.start : piece.end])
+        elif piece.kind == "hidden":
+            exported = taken
         else:
-            exported = codec.export_part(sequence, buffer)
+            exported = codec.finished_part(taken, piece.end)
         if exported.nbytes != piece.size_bytes:
             raise StateError(f"A piece of the state has {exported.nbytes} bytes, not {piece.size_bytes} as announced.")
-        return exported, prove(memoryview(exported.data)) if prove else b""
+        return exported, prove(memoryview(exported.data))
 
     def end(self) -> Slices[None]:
         yield from ()
@@ -105,19 +138,56 @@ class Arrival:
     slot: Slot
     tokens: list[int]
     adopted: list[Checkpoint] = field(default_factory=list)
+    drafted: tuple[int, int] | None = (0, 0)
+    """Positions of which the draft context has rows; None: drafts begin anew."""
 
-    def piece(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
-        """Takes one piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile."""
+    def check(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+        """Raises StateInvalid or StateIncompatible for what must not reach llama.cpp. On any thread."""
+        if piece.kind == "block":
+            codec.layout.check_block(data, piece.start, self.tokens[piece.start : piece.end])
+        elif piece.kind in DRAFT_KINDS:
+            if piece.kind == "draft" and self._takes_drafts(codec, piece):
+                assert codec.drafts is not None
+                codec.drafts.layout.check_block(data, piece.start, self.tokens[piece.start : piece.end])
+        else:
+            codec.layout.check_part(data, piece.end)
+
+    def enter(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+        """Takes one checked piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile."""
         sequence = self.slot.sequence
         if piece.kind == "block":
             self.slot.awaited_cells -= piece.tokens
-            codec.import_block(sequence, piece.start, self.tokens[piece.start : piece.end], data)
+            codec.enter_block(sequence, piece.start, piece.tokens, data)
         elif piece.kind == "part":
-            codec.import_part(sequence, piece.end, data)
+            codec.enter_part(sequence, data)
+        elif piece.kind in DRAFT_KINDS:
+            self._enter_draft(codec, piece, data)
         else:
             self._adopt(cache, codec, piece, data)
         if not sequence.tokens and self.slot.awaited_cells == 0 and (piece.kind == "part" or not codec.layout.has_part):
             codec.complete(sequence, self.tokens)
+
+    def _takes_drafts(self, codec: StateCodec, piece: StatePiece) -> bool:
+        """False where this engine has no draft head, or one whose state is another."""
+        fits = codec.drafts is not None and codec.drafts.fits(piece.kind, piece.tokens, piece.size_bytes)
+        return fits and self.slot.sequence.draft is not None
+
+    def _enter_draft(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+        drafts, rows = codec.drafts, self.slot.sequence.draft
+        if drafts is None or rows is None or self.drafted is None or not self._takes_drafts(codec, piece):
+            self._forget_drafts(codec)
+            return
+        start, end = self.drafted
+        if piece.kind == "draft":
+            entered = drafts.enter_block(rows, piece.start, piece.tokens, data)
+            self.drafted = (start if end else piece.start, piece.end) if entered else None
+        else:
+            drafts.resume(rows, DraftLook(start, end, piece.start, piece.end), data)
+
+    def _forget_drafts(self, codec: StateCodec) -> None:
+        self.drafted = None
+        if codec.drafts is not None and self.slot.sequence.draft is not None:
+            codec.drafts.forget(self.slot.sequence.draft)
 
     def _adopt(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
         others = [c for c in cache.checkpoints if not c.leaving and c not in self.adopted]
@@ -126,7 +196,7 @@ class Arrival:
             return  # fewer places than the sender had
         self.adopted.append(place)
         place.sequence.share_prefix(self.slot.sequence, piece.end)
-        codec.import_part(place.sequence, piece.end, data)
+        codec.enter_part(place.sequence, data)
 
     def finish(self) -> Slices[None]:
         yield from ()
@@ -139,6 +209,7 @@ class Arrival:
         """Leaves nothing of what came in."""
         yield from ()
         try:
+            self._forget_drafts(codec)
             for checkpoint in self.adopted:
                 checkpoint.sequence.clear()
             codec.abandon(self.slot.sequence)
@@ -158,7 +229,10 @@ def slot_of(cache: PrefixCache, slot_id: int) -> Slot:
 
 def look(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[SlotLook]:
     yield from ()
-    return _look(cache, codec, slot_of(cache, slot_id))
+    slot = slot_of(cache, slot_id)
+    # Idle conversations may lie in host memory meanwhile; whoever asks for the slot means what it held.
+    cache.bring_back(slot)
+    return slot_look(cache, codec, slot)
 
 
 def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Departure]:
@@ -166,9 +240,10 @@ def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Depart
     yield from ()
     slot = slot_of(cache, slot_id)
     _require_free(slot)
+    cache.bring_back(slot)
     if not len(slot.sequence):
         raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
-    seen = _look(cache, codec, slot)
+    seen = slot_look(cache, codec, slot)
     checkpoints = _checkpoints(cache, codec, slot)
     for checkpoint in checkpoints:
         checkpoint.leaving = True
@@ -176,7 +251,9 @@ def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Depart
     return Departure(slot, seen, {len(checkpoint.sequence): checkpoint for checkpoint in checkpoints})
 
 
-def arrive(cache: PrefixCache, slot_id: int, tokens: list[int], *, erase_existing: bool) -> Slices[Arrival]:
+def arrive(
+    cache: PrefixCache, slot_id: int, tokens: list[int], *, erase_existing: bool, origin: Origin = NOBODY
+) -> Slices[Arrival]:
     """Takes and empties the slot for a restore; what it held goes to host memory as before a new prompt.
 
     Raises SlotNotFound, SlotBusy, SlotOccupied, StateTooLarge or NoCellsFree.
@@ -194,6 +271,7 @@ def arrive(cache: PrefixCache, slot_id: int, tokens: list[int], *, erase_existin
         raise NoCellsFree(f"Of {cache.ledger.count} cells {promised} are promised to others; the state needs {count}.")
     cache.put_away(slot)
     slot.transfer, slot.awaited_cells = "restore", count
+    slot.sequence.origin = origin
     return Arrival(slot, tokens)
 
 
@@ -204,15 +282,18 @@ def _require_free(slot: Slot) -> None:
         raise SlotBusy(f"The state of slot {slot.index} is in another transfer ({slot.transfer}).")
 
 
-def _look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
+def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
+    """Raises StateHasImages."""
     if slot.sequence.spans:
         # Rows of images are no tokens and may share positions; the forms of states know neither.
         raise StateHasImages(f"Slot {slot.index} holds a conversation with images, whose state stays here.")
     cuts = tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in _checkpoints(cache, codec, slot))
-    part_bytes = codec.part_bytes(slot.sequence)
-    return SlotLook(list(slot.sequence.tokens), part_bytes, cuts, slot.generation is not None, slot.transfer)
+    part_bytes, sequence = codec.part_bytes(slot.sequence), slot.sequence
+    draft = codec.drafts.look(sequence.draft, len(sequence)) if codec.drafts and len(sequence) else None
+    runs = slot.generation is not None
+    return SlotLook(list(sequence.tokens), part_bytes, cuts, runs, slot.transfer, draft, bool(cache.busy))
 
 
 def _checkpoints(cache: PrefixCache, codec: StateCodec, slot: Slot) -> list[Checkpoint]:
     """Earlier cuts that would be reused here and so should be there: a recurrent state alone cannot go back."""
-    return cache.checkpoints_of(slot.sequence.tokens) if codec.layout.recurrent else []
+    return cache.checkpoints_of(slot.sequence.tokens, slot.sequence.origin) if codec.layout.recurrent else []

@@ -1,0 +1,196 @@
+"""A running generation on its way to another engine: its finished blocks leave while it goes on, the rest behind a stop.
+
+The source keeps the generation until `commit`: whatever fails before, it goes on there as if nothing had been. The stop is
+fenced by a number that whoever moves the generation was granted, and it does not last: without a commit in STOP_LIMIT_S the
+generation goes on, and a commit that comes later is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Generator
+from types import TracebackType
+
+from engines.errors import EngineStopping, SlotBusy, StateError, StateHasImages
+from engines.runtime.core import EngineCore
+from engines.runtime.generation import Generation, Piece
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.slots import Slot
+from engines.runtime.state_codec import StateCodec
+from engines.runtime.state_dock import Lane, to_its_end
+from engines.runtime.state_export import ExportedPiece, planned
+from engines.runtime.state_forms import Proof, checksum_of
+from engines.runtime.state_layout import Bytes
+from engines.runtime.state_snapshot import Manifest, StatePiece, captured
+from engines.runtime.state_terms import SharingTerms
+from engines.runtime.state_transfer import Departure, slot_look
+
+log = logging.getLogger("hydra.engine.state")
+
+STOP_LIMIT_S = 10.0
+
+
+class Leaving:
+    """`async with` it on the source. Leaving the block without a commit lets the generation go on here."""
+
+    def __init__(self, core: EngineCore, terms: SharingTerms, generation: Generation, fence: int) -> None:
+        self.sent_tokens = 0
+        self._core, self._terms, self._generation, self._fence = core, terms, generation, fence
+        self._departure: Departure | None = None
+        self._manifest: Manifest | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._resuming: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Leaving:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._resume()
+        if self._resuming is not None:
+            await asyncio.wait((self._resuming,))
+
+    # --- while it goes on -----------------------------------------------------------------------
+
+    async def unsent_tokens(self) -> int:
+        """Tokens whose rows are still to be sent; 0 while the generation is in no slot, as when it had to give way."""
+
+        def look(cache: PrefixCache) -> Generator[None, None, int]:
+            yield from ()
+            slot = self._slot(cache)
+            return len(slot.sequence) - self.sent_tokens if slot else 0
+
+        return int(await self._terms.dock.perform(look))
+
+    async def finished_blocks(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
+        """The blocks that are full by now and have not left yet; the caller must free their buffers."""
+        layout, count = self._terms.layout, self._terms.block_tokens
+        lane = self._terms.dock.lane()
+        while await self.unsent_tokens() >= count:
+            start, end = self.sent_tokens, self.sent_tokens + count
+            yield await self._exported(lane, StatePiece("block", start, end, layout.block_bytes(count)), prove)
+            self.sent_tokens = end
+
+    async def _exported(self, lane: Lane, piece: StatePiece, prove: Proof) -> ExportedPiece:
+        codec, arena = self._terms.dock.codec, self._terms.dock.arena
+        buffer = await arena.take(codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes)
+        try:
+            data, proof = await to_its_end(
+                lane.submit(
+                    lambda cache: self._take(cache, codec, piece, buffer.data),
+                    then=lambda taken: self._finished(codec, piece, prove, taken),
+                )
+            )
+        except BaseException:
+            buffer.free()
+            raise
+        return ExportedPiece(piece, buffer, data, proof)
+
+    def _take(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
+        if self._departure is not None:
+            return self._departure.take(codec, piece, buffer)
+        slot = self._slot(cache)
+        if slot is None or len(slot.sequence) < piece.end:
+            raise StateError("The generation lost its slot while its state left.")
+        return buffer[: codec.take_block(slot.sequence, piece.start, piece.end, buffer)]
+
+    def _finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
+        if self._departure is not None:
+            return self._departure.finished(codec, piece, prove, taken)
+        block = codec.finished_block(taken, piece.start, self._generation.tokens[piece.start : piece.end])
+        return block, prove(memoryview(block.data))
+
+    def _slot(self, cache: PrefixCache) -> Slot | None:
+        """Where it runs; None when it has ended, or waits for a slot again."""
+        return next((slot for slot in cache.slots if slot.generation is self._generation), None)
+
+    # --- the stop -------------------------------------------------------------------------------
+
+    async def stop(self) -> Manifest:
+        """Takes the generation out of its slot between two of its tokens; what `rest` gives is all that is still missing.
+
+        Raises SlotBusy while its prompt is being computed or it waits, StateError for what cannot travel.
+        """
+        manifest: Manifest = await self._terms.dock.take(self._stopped, lambda _: self._resumed)
+        self._manifest = manifest
+        self._watch = asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._stopped_too_long)
+        return manifest
+
+    def _stopped(self, cache: PrefixCache) -> Generator[None, None, Manifest]:
+        yield from ()
+        terms, generation, slot = self._terms, self._generation, self._slot(cache)
+        if slot is None or not slot.decoding or slot.transfer:
+            raise SlotBusy(
+                "The generation has ended, waits for a slot or computes its prompt; it moves while it writes."
+            )
+        if generation.spans:
+            raise StateHasImages("The conversation shows images, whose state stays here.")
+        if generation.forced or generation.thinking_budget is not None:
+            raise StateError("A generation with a thinking budget stays where it is.")
+        self._core.write_text()
+        look = slot_look(cache, terms.dock.codec, slot)
+        pieces = planned(look, terms.layout, terms.block_tokens, checkpoints=False, drafts=terms.dock.codec.drafts)
+        slot.generation, slot.transfer = None, "export"
+        self._departure = Departure(slot, look, {})
+        return Manifest(
+            terms.fingerprint, terms.model_name, terms.model_sha256, tuple(look.tokens), pieces,
+            generation.tokens[-1], captured(generation),
+        )  # fmt: skip
+
+    async def rest(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
+        """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers."""
+        if self._manifest is None:
+            raise StateError("The generation has not been stopped.")
+        lane = self._terms.dock.lane()
+        for piece in self._manifest.pieces:
+            if piece.kind != "block" or piece.start >= self.sent_tokens:
+                yield await self._exported(lane, piece, prove)
+
+    # --- one of two ends --------------------------------------------------------------------------
+
+    async def commit(self, fence: int) -> None:
+        """The other engine has all of it: the generation ends here as moved, its slot is free. Raises StateError when it goes
+        on here already, or for another's fence."""
+        if fence != self._fence:
+            raise StateError(f"The move was granted as number {self._fence}, not {fence}.")
+
+        def end(cache: PrefixCache) -> Generator[None, None, None]:
+            yield from ()
+            if self._departure is None:
+                raise StateError("The generation was not stopped, or goes on here again.")
+            slot, self._departure = self._departure.slot, None
+            slot.transfer = ""
+            slot.sequence.clear()
+            self._core.end_moved(self._generation)
+
+        await self._terms.dock.perform(end)
+        self._unwatch()
+
+    async def _resume(self) -> None:
+        self._unwatch()
+        try:
+            await self._terms.dock.perform(self._resumed)
+        except EngineStopping as error:
+            if self._departure is not None:
+                # It stands in no slot and no line, so nobody else would end it.
+                self._departure = None
+                self._generation.mailbox.put(Piece(self._generation.choice, error=error))
+
+    def _resumed(self, cache: PrefixCache) -> Generator[None, None, None]:
+        yield from ()
+        if self._departure is not None:
+            slot, self._departure = self._departure.slot, None
+            slot.transfer = ""
+            slot.begin(self._generation)
+
+    def _stopped_too_long(self) -> None:
+        log.warning("a generation was stopped for a move that did not end in %.0f s; it goes on here", STOP_LIMIT_S)
+        self._watch = None
+        self._resuming = asyncio.ensure_future(self._resume())
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
