@@ -3,7 +3,7 @@
     --arch NAME        cpu, or a card's architecture (sm_60, sm_86, sm_90, sm_120, ...); give it several times for several.
                        Cards that one toolkit compiles for share one library.
     --home DIR         where builds lie: DIR/native/KEY/lib is what LLAMA_CPP_LIB_PATH points at (default: HYDRA_HOME, ./var)
-    --source DIR       a tree of llama.cpp instead of the one inside the pinned sdist
+    --source DIR       a tree of llama.cpp, built as it is, instead of the one inside the pinned sdist with our changes
     --toolkit DIR      a CUDA toolkit that is not where toolkits usually are; may be given several times
     --define NAME=VALUE  one more CMake variable, such as GGML_CUDA_FA_ALL_QUANTS=ON
     --kernels A.cu,B.cu  compile only these files of the CUDA backend, show what is inside, and install nothing
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.native_library import CUDA_LIBRARY, FOLDER, MAX_MANIFEST_BYTES, Manifest, cpu_digest, images_of
-from native import llama_source, toolkits, wheel_toolkit
+from native import changes, llama_source, toolkits, wheel_toolkit
 from native.architectures import CPU, ArchitectureUnknown, checked
 from native.compilation import Report, Wanted, compile_targets, configure, version_line
 from native.errors import BuildFailed
@@ -78,6 +78,7 @@ def _source(given: Path | None, package: str, home: Path) -> Path:
         return given.resolve()
     folder = home / FOLDER / f"source-{package.partition('==')[2]}"
     for tree in folder.glob("source/*/vendor/llama.cpp"):
+        changes.apply(tree)
         return tree
     with tempfile.TemporaryDirectory(prefix=".source-", dir=_made(home / FOLDER)) as scratch:
         try:
@@ -88,6 +89,7 @@ def _source(given: Path | None, package: str, home: Path) -> Path:
         Path(scratch).chmod(0o755)
         shutil.copytree(Path(scratch), folder, dirs_exist_ok=True)
     (tree,) = folder.glob("source/*/vendor/llama.cpp")
+    changes.apply(tree)
     return tree
 
 
