@@ -29,7 +29,7 @@ lint: $(STAMPS)/dev
 
 # llama-server and its benches, from the source that the pinned bindings carry.
 peer: $(STAMPS)/venv
-	@$(BIN)/python native/build_peer.py requirements/llama.txt build/peer
+	@$(BIN)/python -m native.build_peer requirements/llama.txt build/peer
 
 bench: peer $(STAMPS)/llama $(STAMPS)/run
 	$(BIN)/python -m bench engine

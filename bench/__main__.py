@@ -1,17 +1,19 @@
-"""`python -m bench engine|prefix|spec|kv|store|model`: Hydra measured against llama-server or a copy; the last line is JSON."""
+"""`python -m bench engine|prefix|spec|kv|store|park|placement|router|model`: Hydra measured; the last line is JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from bench import engine, kv, prefix, spec, store
+from bench import engine, kv, park, placement, prefix, router, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path
 from bench.vocabulary import ROOT
+from engines.copy_environment import copy_environment
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -43,6 +45,13 @@ def main(arguments: list[str]) -> int:
     commands.choices["engine"].add_argument("--model", default="smollm2", help="smollm2, synthetic:NAME or a path")
     kv.add_arguments(commands.add_parser("kv", description=kv.__doc__))
     store.add_arguments(commands.add_parser("store", description=store.__doc__))
+    parker = commands.add_parser("park", description=park.__doc__)
+    _add_server_arguments(parker)
+    park.add_arguments(parker)
+    router.add_arguments(commands.add_parser("router", description=router.__doc__))
+    placing = commands.add_parser("placement", description=placement.__doc__)
+    _add_server_arguments(placing)
+    placement.add_arguments(placing)
     writer = commands.add_parser("model", description="Writes or fetches a model and prints its path.")
     writer.add_argument("name", help="smollm2, synthetic:NAME or a path")
     options = parser.parse_args(arguments)
@@ -55,6 +64,15 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.command == "store":
             print(json.dumps(store.run(options)), flush=True)
+            return 0
+        if options.command == "park":
+            print(json.dumps(park.run(options)), flush=True)
+            return 0
+        if options.command == "router":
+            print(json.dumps(router.run_bench(options)), flush=True)
+            return 0
+        if options.command == "placement":
+            print(json.dumps(placement.run(options)), flush=True)
             return 0
         peer = None if options.peer == "none" else Path(options.peer).resolve()
         if options.command == "engine":
@@ -69,4 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["kv"] and (added := copy_environment()):
+        # This process is an engine then, and must be started as one.
+        os.execve(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]], {**os.environ, **added})
     sys.exit(main(sys.argv[1:]))

@@ -40,6 +40,7 @@ class Request:
     seed: int = 1
     slot: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         slot = {} if self.slot is None else {"id_slot": self.slot}
@@ -112,7 +113,8 @@ async def answer(session: aiohttp.ClientSession, base_url: str, request: Request
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     try:
-        async with session.post(f"{base_url}/v1/chat/completions", json=request.body()) as response:
+        url = f"{base_url}/v1/chat/completions"
+        async with session.post(url, json=request.body(), headers=request.headers) as response:
             if response.status != 200:
                 raise BenchError(f"{base_url} answered {response.status}: {(await response.text())[:400]}")
             pending = b""

@@ -2,7 +2,7 @@
 
 `dense` and `hybrid` are small enough for two CPU cores and have a vocabulary that makes sampling matter; `35b-a3b` has the
 true shape of Qwen 3.6 35B-A3B (35 B parameters, 20 GB). A model is a list of tensors (`tensors`), each drawn out of one
-pool of random blocks, so that writing runs at the speed of the disk.
+pool of random blocks, so that writing runs at the speed of the disk. `kv` and `35b-a3b-kv` are for moving states.
 
 Weights are centred and every block's share of the residual stream is kept, so the answer depends on all of the prompt:
 streams with different prompts write different tokens and wake different experts. Only tokens that are text on their own
@@ -26,6 +26,7 @@ from bench.vocabulary import ROOT, Vocabulary, qwen35
 
 FOLDER = ROOT / "build" / "models"
 ATTENTION_INTERVAL, CONV_KERNEL = 4, 4
+ALIGNMENT = 32  # of tensors in a GGUF
 BLOCK_WEIGHTS, BLOCK_BYTES = 32, 18  # Q4_0: a half-precision scale, then 16 bytes of two weights each
 POOL_BLOCKS = 1 << 21
 NIBBLE_DEVIATION = math.sqrt((15**2 - 1) / 12)  # of 1 … 15, uniform; 8 stands for zero
@@ -88,9 +89,14 @@ SHAPES = {
         draft_layers=1,
         knows_next=True,
     ),
+    # The true shape of the state of Qwen 3.6 35B-A3B (10,880 B a token in q8_0, 62.8 MiB recurrent) under small weights.
+    "35b-a3b-kv": Shape("qwen35moe", 40, 256, 64, 16, 2, 256, 16, 32, 128, experts=8, experts_used=2),
     "tiny-moe-drafts": Shape(
         *("qwen35moe", 4, 32, 32, 2, 1, 32, 1, 2, 32), experts=8, experts_used=2, draft_layers=1, knows_next=True
     ),
+    # 25 parts of which a card holds 16: mostly experts, as in the large ones.
+    "moe-scaled": Shape("qwen35moe", 12, 256, 256, 8, 2, 64, 2, 8, 64, experts=128, experts_used=4),
+    "27b": Shape("qwen35", 64, 5120, 17408, 24, 4, 256, 16, 48, 128, draft_layers=1),
     "tiny-dense": Shape("qwen3", 1, 32, 64, 2, 1, 32, context_tokens=8192),
     "tiny-hybrid": Shape("qwen35", 4, 32, 64, 2, 1, 32, 1, 2, 32, context_tokens=8192),
     "tiny-moe": Shape("qwen35moe", 4, 32, 32, 2, 1, 32, 1, 2, 32, experts=8, experts_used=2, draft_layers=1),
@@ -111,19 +117,34 @@ def named_model(name: str) -> Path:
     return path
 
 
-def write(path: Path, shape: Shape, vocabulary: Vocabulary, seed: int = 0) -> None:
-    """Writes one model. The same shape and seed give the same bytes."""
+def write_empty(path: Path, shape: Shape, vocabulary: Vocabulary) -> None:
+    """Writes a model's front and leaves its weights a hole in the file: enough for whoever plans without loading."""
+    file, listed = _begun(path, shape, vocabulary)
+    file.close()
+    data_bytes = sum(-(-tensor.size_bytes // ALIGNMENT) * ALIGNMENT for tensor in listed)
+    with path.open("r+b") as front:
+        end = front.seek(0, 2)
+        front.truncate(-(-end // ALIGNMENT) * ALIGNMENT + data_bytes)
+
+
+def _begun(path: Path, shape: Shape, vocabulary: Vocabulary) -> tuple[gguf.GGUFWriter, list[Tensor]]:
+    """A file with everything but tensor data, and the tensors in the order in which theirs must come."""
     file = gguf.GGUFWriter(path, shape.architecture)
     _add_sizes(file, shape, len(vocabulary.tokens))
     _add_tokenizer(file, vocabulary)
     listed = list(tensors(shape, len(vocabulary.tokens)))
     for tensor in listed:
-        nbytes = tensor.weights * 4 if tensor.is_plain else tensor.weights // BLOCK_WEIGHTS * BLOCK_BYTES
         kind = gguf.GGMLQuantizationType.F32 if tensor.is_plain else gguf.GGMLQuantizationType.Q4_0
-        file.add_tensor_info(tensor.name, tensor.extents, np.dtype(np.float32), nbytes, raw_dtype=kind)
+        file.add_tensor_info(tensor.name, tensor.extents, np.dtype(np.float32), tensor.size_bytes, raw_dtype=kind)
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_ti_data_to_file()
+    return file, listed
+
+
+def write(path: Path, shape: Shape, vocabulary: Vocabulary, seed: int = 0) -> None:
+    """Writes one model. The same shape and seed give the same bytes."""
+    file, listed = _begun(path, shape, vocabulary)
     pool = BlockPool(seed)
     for tensor in listed:
         if tensor.is_plain:
@@ -152,6 +173,10 @@ class Tensor:
     @property
     def weights(self) -> int:
         return math.prod(self.extents)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weights * 4 if self.is_plain else self.weights // BLOCK_WEIGHTS * BLOCK_BYTES
 
     @property
     def is_plain(self) -> bool:

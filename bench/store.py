@@ -32,7 +32,7 @@ from bench.report import print_table
 from bench.vocabulary import ROOT
 from engines.store.client import StoreClient
 from engines.store.config import MEMORY_FOLDER, StoreConfig
-from engines.wire_json import Manifest, ManifestChunk, StoreInfoAnswer
+from engines.wire_store import Manifest, ManifestChunk, StoreInfoAnswer
 
 MB = 1 << 20
 START_TIMEOUT_S = 30.0
@@ -77,9 +77,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     total = options.object_mb * MB * options.objects
-    with _store(capacity_bytes=4 * total + 3 * (1 << 30)) as config:
-        rounds = asyncio.run(_transfers(config, options))
-        sizes = [asyncio.run(_dedup(config, shape)) for shape in SHAPES]
+    with serving_store(capacity_bytes=4 * total + 3 * (1 << 30)) as server:
+        rounds = asyncio.run(_transfers(server.config, options))
+        sizes = [asyncio.run(_dedup(server.config, shape)) for shape in SHAPES]
     print_table(
         f"{options.objects} objects of {options.object_mb} MiB, GB/s, medians of {options.rounds} rounds",
         ["copy", "put in place", "get in place", "recv of sent bytes", "get by sendfile"],
@@ -115,26 +115,48 @@ def _mb(count: int) -> str:
 # --- the store's process --------------------------------------------------------------------------
 
 
+class StoreServer:
+    """A store's process, which may be killed and started again on the memory that it left."""
+
+    def __init__(self, config: StoreConfig, folder: Path) -> None:
+        self.config = config
+        self._path = folder / "store.json"
+        self._path.write_text(config.to_json())
+        self._log_path = folder / "store.log"
+        self._start()
+
+    def _start(self) -> None:
+        with self._log_path.open("ab") as log:
+            command = [sys.executable, "-m", "engines.store", "--config", str(self._path)]
+            self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        _wait(self._process, self.config.port, self._log_path)
+
+    def restart(self) -> None:
+        """As after a crash."""
+        self._process.kill()
+        self._process.wait()
+        self._start()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=START_TIMEOUT_S)
+
+
 @contextmanager
-def _store(**settings: Any) -> Iterator[StoreConfig]:
+def serving_store(**settings: Any) -> Iterator[StoreServer]:
     """A store of its own on tmpfs, until the end of the block."""
     folder = Path(tempfile.mkdtemp(prefix="bench-store-", dir=MEMORY_FOLDER))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    config = StoreConfig(directory=str(folder / "hydra-bench"), port=port, session_manifests=4096, **settings)
-    path = folder / "store.json"
-    path.write_text(config.to_json())
-    log_path = folder / "store.log"
-    with log_path.open("wb") as log:
-        command = [sys.executable, "-m", "engines.store", "--config", str(path)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    values: dict[str, Any] = {"session_manifests": 4096, **settings}
     try:
-        _wait(process, port, log_path)
-        yield config
+        server = StoreServer(StoreConfig(directory=str(folder / "hydra-bench"), port=port, **values), folder)
+        try:
+            yield server
+        finally:
+            server.stop()
     finally:
-        process.terminate()
-        process.wait(timeout=START_TIMEOUT_S)
         shutil.rmtree(folder)
 
 

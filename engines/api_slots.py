@@ -1,4 +1,4 @@
-"""The body of a slot's save and restore, as llama-server has it."""
+"""The bodies of what is done with slots: save and restore as llama-server has them, and park."""
 
 from __future__ import annotations
 
@@ -22,3 +22,10 @@ class SlotFileRequest(BaseModel):
         if not _NAME.fullmatch(value):
             raise ValueError("must be 1 to 128 letters, digits, dots, dashes and underscores, and begin with no dot")
         return value
+
+
+class ParkRequest(BaseModel):
+    """`POST /sessions/park`: the session as X-Hydra-Session named it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+    session: str

@@ -11,18 +11,44 @@ class Wanted(models.TextChoices):
 
 
 class EngineState(models.TextChoices):
-    """What is: stopped → starting → ready ⇄ unhealthy → stopping → stopped, and failed from anywhere but stopped."""
+    """What is: stopped → starting → ready ⇄ unhealthy → (draining →) stopping → stopped, failed from anywhere but stopped."""
 
     STOPPED = "stopped", "stopped"
     STARTING = "starting", "starting"
     READY = "ready", "ready"
     UNHEALTHY = "unhealthy", "unhealthy"
+    DRAINING = "draining", "finishes what it has"
     STOPPING = "stopping", "stopping"
     FAILED = "failed", "failed"
 
 
+class StopReason(models.TextChoices):
+    """Why an engine is wanted stopped; what a person stopped is not started on demand."""
+
+    NONE = "", "none"
+    PERSON = "person", "a person stopped it"
+    IDLE = "idle", "nobody asked for it"
+    SWAP = "swap", "it made way for another model"
+    MISFIT = "misfit", "its model does not fit"
+
+
+class StoreState(models.TextChoices):
+    """What a host's store is: off (the host has none), starting → ready ⇄ unhealthy, failed until its next start."""
+
+    OFF = "off", "off"
+    STARTING = "starting", "starting"
+    READY = "ready", "ready"
+    UNHEALTHY = "unhealthy", "unhealthy"
+    FAILED = "failed", "failed"
+
+
+# A process of the store may exist.
+STORE_LIVE = frozenset({StoreState.STARTING, StoreState.READY, StoreState.UNHEALTHY})
+
 # A process of it may exist.
-LIVE = frozenset({EngineState.STARTING, EngineState.READY, EngineState.UNHEALTHY, EngineState.STOPPING})
+LIVE = frozenset(
+    {EngineState.STARTING, EngineState.READY, EngineState.UNHEALTHY, EngineState.DRAINING, EngineState.STOPPING}
+)
 # Requests may be sent to it.
 SERVING = frozenset({EngineState.READY})
 # No process of it is meant to exist; a start may be claimed from here.

@@ -7,12 +7,14 @@ Knows nothing of Django and keeps no state about engines.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
 from engines.config import SlotView
 from engines.errors import EngineUnreachable
+from engines.rates_view import EngineRates
 
 CONNECT_TIMEOUT_S = 2.0
 PROBE_TIMEOUT_S = 2.0
@@ -46,25 +48,36 @@ async def close_client_session() -> None:
 
 
 class EngineClient:
-    """Calls one engine. Raises EngineUnreachable when its process does not answer; answers of any status are returned."""
+    """Calls one engine, with its secret if it has one; answers of any status are returned.
 
-    def __init__(self, base_url: str) -> None:
+    Raises EngineUnreachable when its process does not answer.
+    """
+
+    def __init__(self, base_url: str, secret: str = "") -> None:
         self.base_url = base_url.rstrip("/")
+        self._authorization = {"Authorization": f"Bearer {secret}"} if secret else {}
 
     async def call(
-        self, method: str, path: str, body: bytes, *, request_id: str, silence_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        *,
+        request_id: str,
+        silence_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> aiohttp.ClientResponse:
         """Starts a request; the caller reads the answer and must close or release it. Closing it cancels.
 
         An engine that says nothing for `silence_s` counts as dead.
         """
-        headers = {"X-Request-Id": request_id}
+        sent = {**(headers or {}), "X-Request-Id": request_id, **self._authorization}
         if body:
-            headers["Content-Type"] = "application/json"
+            sent["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         try:
             return await client_session().request(
-                method, self.base_url + path, data=body or None, headers=headers, timeout=timeout
+                method, self.base_url + path, data=body or None, headers=sent, timeout=timeout
             )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
@@ -78,10 +91,34 @@ class EngineClient:
         except (KeyError, TypeError) as error:
             raise EngineUnreachable("The engine answered /slots with something else than slots") from error
 
+    async def rates(self) -> EngineRates | None:
+        """None where the engine has none to tell, as one that only embeds."""
+        values = await self._get_json("/rates")
+        if not isinstance(values, dict) or "steps" not in values:
+            return None
+        try:
+            return EngineRates.from_dict(values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineUnreachable("The engine answered /rates with something else than rates") from error
+
+    async def session_act(self, act: str, session: str, timeout_s: float) -> tuple[int, dict[str, object]]:
+        """`POST /sessions/{act}`: the answer's status and body."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        url, headers, body = f"{self.base_url}/sessions/{act}", self._authorization, {"session": session}
+        try:
+            async with client_session().post(url, json=body, timeout=timeout, headers=headers) as response:
+                values = await response.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
+        if not isinstance(values, dict):
+            raise EngineUnreachable("The engine answered with something else than an object")
+        return response.status, values
+
     async def _get_json(self, path: str) -> object:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         try:
-            async with client_session().get(self.base_url + path, timeout=timeout) as response:
+            url, headers = self.base_url + path, self._authorization
+            async with client_session().get(url, timeout=timeout, headers=headers) as response:
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnreachable(f"The engine did not answer {path}: {error or type(error).__name__}") from error

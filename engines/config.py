@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.browser_guard import is_loopback
+from engines.cuda_images import capability
 
 # --- received by the engine: its configuration ---------------------------------------------------
 
@@ -37,6 +38,10 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "rpc_idle_s": (1, 86400),
     "rpc_stall_s": (0.1, 3600),
     "max_state_bytes": (1024, 1 << 36),
+    "store_port": (0, 65535),
+    "store_wait_s": (0.05, 60),
+    "park_idle_s": (0, 86400),
+    "park_stop_s": (0, 60),
     "slots": (1, 64),
     "context_tokens": (16, 1 << 22),
     "cache_tokens": (0, 1 << 24),
@@ -80,6 +85,8 @@ class EngineConfig:
     and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there).
     `devices` names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from
     the first keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts.
+    `card_arch` is the architecture of the card (sm_86) that it is meant for: with a llama.cpp that has no code for it, it refuses
+    to start (empty: it asks the driver which cards there are).
     `slot_save_path` is the folder for slots that clients save by name (empty: they cannot).
     `speculation` drafts up to `draft_tokens` tokens that one step then verifies: by the model's own head (mtp), out of the text
     so far (lookup), or by the head if there is one, else by lookup (auto); how many is chosen by what pays. Models with
@@ -88,12 +95,17 @@ class EngineConfig:
     `embedding_inputs` inputs share a step of at most `batch_tokens` and `micro_batch_tokens`.
     `projector_path` names the projector (mmproj) through which the model sees images (empty: it takes text only);
     `image_max_tokens` bounds what one image becomes (0: as the projector says).
+    Whoever has `http_secret` may use the engine over HTTP (`Authorization: Bearer`; /health is open to all); without one it is
+    served on loopback and nowhere else.
     `rpc_port` 0 turns the binary protocol off; whoever has `rpc_secret` may use it, and without one it is open on loopback and
     nowhere else. A connection is closed after `rpc_idle_s` without a request, or when a peer is silent for `rpc_stall_s` in the
     middle of one; a state beyond `max_state_bytes` is refused.
     KV state travels between engines of the same model file, or of the same `kv_family` (quants that the Model declares to be
     near enough), in blocks of `kv_block_tokens` (a power of two; 0: as many as make some megabytes). `digest_folder` is where
     the digests of model files are remembered (empty: beside the model).
+    With `store_port` set the engine saves its conversations to the host's store and takes them from there again: each turn's
+    end, and a slot that was idle for `park_idle_s` is then freed (0: only when its cells are needed). A request waits at most
+    `store_wait_s` for the store before it is computed without; `park_stop_s` is what a stop may take for saving.
     `chat_template` is Jinja text to be used instead of the model's own template.
     The `default_…` values are for requests that do not say; `default_max_tokens` 0 means until the context is full. Times in
     seconds, sizes as named.
@@ -103,12 +115,19 @@ class EngineConfig:
     model_name: str
     host: str = "127.0.0.1"
     port: int = 8080
+    http_secret: str = dataclasses.field(default="", repr=False)
     rpc_port: int = 0
     rpc_secret: str = dataclasses.field(default="", repr=False)
     rpc_connections: int = 64
     rpc_idle_s: float = 600.0
     rpc_stall_s: float = 30.0
     max_state_bytes: int = 1 << 34
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+    store_secret: str = dataclasses.field(default="", repr=False)
+    store_wait_s: float = 2.0
+    park_idle_s: float = 300.0
+    park_stop_s: float = 3.0
     slots: int = 4
     context_tokens: int = 4096
     cache_tokens: int = 0
@@ -120,6 +139,7 @@ class EngineConfig:
     kv_type_k: str = "f16"
     kv_type_v: str = "f16"
     mmap: bool = True
+    card_arch: str = ""
     devices: tuple[str, ...] = ()
     split_mode: str = "layer"
     tensor_split: tuple[float, ...] = ()
@@ -169,6 +189,10 @@ class EngineConfig:
                 raise ConfigInvalid(f"{key} is {getattr(self, key)!r}; it must be one of {', '.join(KV_TYPES)}")
         if 0 < len(self.rpc_secret.encode()) < MIN_SECRET_BYTES:
             raise ConfigInvalid(f"rpc_secret has fewer than {MIN_SECRET_BYTES} bytes; make one of random bytes")
+        if 0 < len(self.http_secret.encode()) < MIN_SECRET_BYTES:
+            raise ConfigInvalid(f"http_secret has fewer than {MIN_SECRET_BYTES} bytes; make one of random bytes")
+        if 0 < len(self.store_secret.encode()) < MIN_SECRET_BYTES:
+            raise ConfigInvalid(f"store_secret has fewer than {MIN_SECRET_BYTES} bytes; make one of random bytes")
         if self.kv_block_tokens & (self.kv_block_tokens - 1):
             raise ConfigInvalid(f"kv_block_tokens is {self.kv_block_tokens}; it must be a power of two, or 0")
         if not re.fullmatch(r"[\w.-]{0,64}", self.kv_family):
@@ -183,6 +207,8 @@ class EngineConfig:
 
     def _check_placement(self) -> None:
         """What can be said of it without the machine's devices; the engine checks names and counts against those."""
+        if self.card_arch and capability(self.card_arch) is None:
+            raise ConfigInvalid(f"card_arch is {self.card_arch!r}; it must read like sm_86, or be empty")
         if self.split_mode not in SPLIT_MODES:
             raise ConfigInvalid(f"split_mode is {self.split_mode!r}; it must be one of {', '.join(SPLIT_MODES)}")
         if self.tensor_split and not (min(self.tensor_split) >= 0 and 0 < sum(self.tensor_split) < float("inf")):
@@ -199,6 +225,11 @@ class EngineConfig:
                 raise ConfigInvalid(
                     f"tensor_overrides has {pattern!r}, which is no regular expression: {error}"
                 ) from error
+
+    def refuse_open_http(self) -> None:
+        """Raises ConfigInvalid for an engine that strangers could reach and that asks them for nothing."""
+        if not self.http_secret and not is_loopback(self.host):
+            raise ConfigInvalid(f"host {self.host} needs http_secret: without one an engine is served on loopback only")
 
     def refuse_open_rpc(self) -> None:
         """Raises ConfigInvalid for a port that strangers could reach and that asks them for nothing.

@@ -14,6 +14,7 @@ EngineError
 ├── StateError                       a slot's state can not leave or enter
 │   ├── SlotNotFound            404  no slot has that id
 │   ├── SlotEmpty               404  the slot holds no tokens
+│   ├── SessionNotHeld          404  neither a slot nor host memory holds the session's conversation
 │   ├── SlotBusy                409  the slot generates, or another transfer has it
 │   ├── SlotFileNotFound        404  no saved slot has that name
 │   ├── SlotFileFailed          500  a saved slot can not be read or written
@@ -37,11 +38,15 @@ EngineError
     ├── EngineUnreachable       503  the engine's process does not answer
     │   └── RpcTimeout          503  an operation of the binary protocol did not end within its deadline
     ├── NoCellsFree             503  other conversations hold the cells that the state needs
+    ├── StoreAway               503  the host's store does not answer, or not in time
     └── NoEngineReady           503  the model is known, but no engine serves it now
+        ├── ModelLoading        503  an engine of it is on its way; says how far
+        └── ModelDoesNotFit     503  no device has room for it; says what would fit
 
 LaunchError                          an engine process could not be started (never reaches a client as such)
 └── ModelLoadFailed                  llama.cpp could not load the model or make its context
-    └── DoesNotFit                   the model with this configuration needs more memory than there is
+    ├── DoesNotFit                   the model with this configuration needs more memory than there is
+    └── LibraryUnfit                 this process's llama.cpp has no code for its card
 """
 
 from __future__ import annotations
@@ -56,6 +61,7 @@ class EngineError(Exception):
     retryable = False
     hint: str | None = None
     retry_after_s: int | None = None
+    loading: dict[str, object] | None = None
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)
@@ -74,13 +80,17 @@ class EngineError(Exception):
         }
         if self.hint:
             error["hint"] = self.hint
-        return {"error": error}
+        return {"error": error, **self.beside()}
+
+    def beside(self) -> dict[str, object]:
+        """What stands beside the error, in every shape."""
+        return {} if self.loading is None else {"loading": self.loading}
 
     def messages_body(self) -> dict[str, object]:
         """The error in the shape of Anthropic's Messages API, with our code and hint beside it."""
         kind = _MESSAGES_TYPES.get(self.http_status, "invalid_request_error" if self.http_status < 500 else "api_error")
         error = {"type": kind, "message": self.message, "code": self.code}
-        return {"type": "error", "error": {**error, "hint": self.hint} if self.hint else error}
+        return {"type": "error", "error": {**error, "hint": self.hint} if self.hint else error, **self.beside()}
 
 
 # Anthropic's names, by status; its clients choose an exception by the status alone.
@@ -175,6 +185,13 @@ class SlotEmpty(StateError):
     hint = "A slot has state once a request ran in it."
 
 
+class SessionNotHeld(StateError):
+    code = "session_not_held"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "It may be in the store already, or on another engine."
+
+
 class SlotBusy(StateError):
     code = "slot_busy"
     http_status = 409
@@ -253,7 +270,10 @@ class NotAuthenticated(EngineError):
     code = "not_authenticated"
     http_status = 401
     error_type = "authentication_error"
-    hint = "Both sides need the same rpc_secret; HELLO comes first on every connection."
+    hint = (
+        "Both sides need the same secret: on HTTP http_secret as `Authorization: Bearer`, in the binary protocol rpc_secret, "
+        "with HELLO first on every connection."
+    )
 
 
 class RpcRefused(EngineError):
@@ -317,6 +337,11 @@ class EngineUnreachable(Unavailable):
     code = "engine_unreachable"
 
 
+class StoreAway(Unavailable):
+    code = "store_away"
+    hint = "Requests go on without it; what they need is computed. Look whether the store's process runs."
+
+
 class NoCellsFree(Unavailable):
     code = "no_cells_free"
     hint = "Other conversations run; try again when they have ended, or serve the model with more cache_tokens."
@@ -331,12 +356,40 @@ class NoEngineReady(Unavailable):
     hint = "An engine of this model may still be loading; the dashboard shows its state."
 
 
+class ModelLoading(NoEngineReady):
+    """`loading` says how far it is: `state` (queued, draining, starting, loading), and as far as known `node`, `device`,
+    `progress` (0 to 1), `eta_seconds`.
+    """
+
+    code = "model_loading"
+    hint = "Try again after Retry-After seconds; a streamed request waits by itself."
+    retry_after_s = 2
+
+    def __init__(self, message: str, loading: dict[str, object]) -> None:
+        super().__init__(message)
+        self.loading = loading
+
+
+class ModelDoesNotFit(NoEngineReady):
+    code = "model_does_not_fit"
+    retryable = False
+    hint = "Ask for less context or fewer slots, use a smaller quant, or free memory; the model's page shows what fits."
+
+
 class LaunchError(Exception):
     """An engine process could not be started; the message is one line for the log and the panel."""
 
 
 class ModelLoadFailed(LaunchError):
     """llama.cpp could not load the model or make its context."""
+
+
+class LibraryUnfit(ModelLoadFailed):
+    """llama.cpp was not built for the card; `hint` says how to build it. Told before anything is loaded."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"{message}. {hint}")
+        self.hint = hint
 
 
 class DoesNotFit(ModelLoadFailed):

@@ -1,156 +1,166 @@
 """Engine processes as the head handles them: starting one, finding it again, asking it how it is, reading its log.
 
-An engine runs in a session of its own, so that it outlives the worker that started it. Everything about it lies in one
-directory: config.json (what it was told), run.json (which process it is), engine.log. Knows nothing of the database.
+Everything about one lies in a directory of its own, as engines/detached.py has it. Knows nothing of the database.
 """
 
-import contextlib
 import http.client
+import importlib.metadata
 import json
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import threading
-from dataclasses import replace
+import secrets
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
-
+from engines import detached, native_library
 from engines.config import ConfigInvalid, EngineConfig
-from engines.errors import LaunchError
-from engines.process import ProcessRecord, end, write_private
+from engines.copy_environment import copy_environment
+from engines.detached import Place, reap
+from engines.http_secret import http_secret
+from engines.process import ProcessRecord
+
+__all__ = [
+    "Launched",
+    "end_engine",
+    "engine_environment",
+    "find",
+    "fits",
+    "health",
+    "last_words",
+    "launch",
+    "library_environment",
+    "loaded_share",
+    "read_config",
+    "reap",
+    "trim_log",
+]
 
 HEALTH_TIMEOUT_S = 2.0
-STOP_GRACE_S = 8.0
-MAX_LOG_BYTES = 8 << 20
-LOG_TAIL_BYTES = 32 << 10
-LAST_LINES = 8
+STOP_GRACE_S = 10.0
 MAX_HEALTH_BYTES = 1 << 16
-
-_PROJECT_DIR = Path(__file__).resolve().parent.parent
-_children: dict[int, subprocess.Popen[bytes]] = {}
-_children_lock = threading.Lock()
+RPC_SECRET_BYTES = 32
 
 
-def launch(config: EngineConfig, directory: Path) -> tuple[ProcessRecord, int]:
-    """Start an engine process on a free loopback port and return its record and port; it loads its model meanwhile.
+@dataclass(frozen=True)
+class Launched:
+    """A process that was just started, and all that it was told, its ports and secret included."""
+
+    record: ProcessRecord
+    config: EngineConfig
+
+
+def launch(config: EngineConfig, directory: Path, card_uuid: str = "") -> Launched:
+    """Start an engine process on free ports; it loads its model meanwhile, on the card of this uuid ("": on the CPU alone).
 
     Whatever ran out of `directory` before is ended first. Raises LaunchError when no process could be made.
     """
-    end_engine(directory)
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    port = _free_port()
-    config_file = directory / "config.json"
-    argv = (sys.executable, "-m", "engines.runtime", "--config", str(config_file))
+    port = detached.free_port(config.host)
+    rpc_secret = secrets.token_hex(RPC_SECRET_BYTES)
+    told = replace(
+        config,
+        port=port,
+        http_secret=http_secret(rpc_secret, config.host),
+        rpc_port=detached.free_port(config.host, frozenset({port})),
+        rpc_secret=rpc_secret,
+    )
+    environment = own_environment(directory, config, card_uuid)
+    record = detached.start(_place(directory), told.to_json(), grace_s=STOP_GRACE_S, environment=environment)
+    return Launched(record, told)
+
+
+def own_environment(directory: Path, config: EngineConfig, card_uuid: str) -> dict[str, str]:
+    """What an engine's environment has beside its head's."""
+    library = library_environment(directory.parent.parent, config.card_arch)
+    return {**library, **card_environment(card_uuid), **copy_environment()}
+
+
+def engine_environment(directory: Path, config: EngineConfig, card_uuid: str) -> dict[str, str]:
+    """The whole environment of an engine, for what is asked of llama.cpp in its stead."""
+    return {**os.environ, **own_environment(directory, config, card_uuid)}
+
+
+def card_environment(card_uuid: str) -> dict[str, str]:
+    """What makes an engine see its own card and no other: CUDA numbers cards in an order of its own, a uuid names one.
+
+    Without a card it sees none, or llama.cpp would compute large batches there and take memory that nobody counted.
+    """
+    return {"CUDA_VISIBLE_DEVICES": card_uuid}
+
+
+def library_environment(home: Path, card_arch: str) -> dict[str, str]:
+    """What makes an engine load the llama.cpp that was built on this host for its card ("": for its CPU).
+
+    Empty where none was built, or where somebody chose one for the head itself: the engine then takes that, or the bindings' own.
+    """
+    if os.environ.get(native_library.LIBRARY_VARIABLE):
+        return {}
     try:
-        write_private(config_file, replace(config, port=port).to_json())
-        _rotate_log(directory / "engine.log")
-        with (directory / "engine.log").open("ab") as log:
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_PROJECT_DIR, start_new_session=True
-            )
-        record = ProcessRecord.of(child.pid, f"engine-{config.engine_id}", argv)
-        record.to_file(directory / "run.json")
-    except OSError as error:
-        raise LaunchError(f"the engine's process could not be started: {error}") from error
-    with _children_lock:
-        _children[child.pid] = child
-    return record, port
-
-
-def reap() -> None:
-    """Collect the exit status of engines that this process started and that have ended, so that no zombie stays."""
-    with _children_lock:
-        for pid in [pid for pid, child in _children.items() if child.poll() is not None]:
-            del _children[pid]
+        package = f"llama-cpp-python=={importlib.metadata.version('llama-cpp-python')}"
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    build = native_library.choose(home, card_arch or native_library.CPU, package)
+    return {} if build is None else {native_library.LIBRARY_VARIABLE: str(build.library_path)}
 
 
 def find(directory: Path) -> ProcessRecord | None:
-    """The living engine process of this directory, by its run.json or else by its command line; None when none runs.
-
-    The second way finds a process whose starter died before it could write the record.
-    """
-    record = ProcessRecord.from_file(directory / "run.json")
-    if record is not None and record.is_alive():
-        return record
-    config_file = str(directory / "config.json")
-    for process in psutil.process_iter(["cmdline"]):
-        argv = process.info["cmdline"] or []
-        if argv[1:3] == ["-m", "engines.runtime"] and config_file in argv:
-            with contextlib.suppress(ProcessLookupError):
-                found = ProcessRecord.of(process.pid, f"engine-{directory.name}", argv)
-                found.to_file(directory / "run.json")
-                return found
-    return None
+    """The living engine process of this directory; None when none runs."""
+    return detached.find(_place(directory))
 
 
 def end_engine(directory: Path) -> None:
     """End the engine process of this directory, if one runs: SIGTERM, STOP_GRACE_S of patience, SIGKILL."""
-    record = find(directory)
-    if record is not None:
-        end(record, grace_s=STOP_GRACE_S)
-    (directory / "run.json").unlink(missing_ok=True)
-    reap()
+    detached.end_process(_place(directory), grace_s=STOP_GRACE_S)
 
 
 def read_config(directory: Path) -> EngineConfig | None:
     """What the engine of this directory was told last, or None when that cannot be read any more."""
     try:
-        return EngineConfig.from_json((directory / "config.json").read_text(encoding="utf-8"))
+        return EngineConfig.from_json(_place(directory).config_file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ConfigInvalid):
         return None
 
 
-def health(port: int) -> str | None:
-    """What the engine on this loopback port says of itself ("ok", "loading", "stopping"); None when it does not answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HEALTH_TIMEOUT_S)
+def fits(told: EngineConfig, wanted: EngineConfig) -> bool:
+    """Whether an engine that was told so is what is wanted. Ports and secrets, drawn at each start, do not count."""
+    return _undrawn(told) == _undrawn(wanted)
+
+
+def _undrawn(config: EngineConfig) -> EngineConfig:
+    return replace(config, port=0, http_secret="", rpc_port=0, rpc_secret="")
+
+
+def health(port: int, address: str = "127.0.0.1") -> str | None:
+    """What the engine on this port says of itself ("ok", "loading", "stopping"); None when it does not answer."""
+    status = _health_values(port, address).get("status")
+    return status if isinstance(status, str) else None
+
+
+def loaded_share(port: int, address: str = "127.0.0.1") -> float | None:
+    """How much of its model an engine that loads has read, 0 to 1; None when it does not say."""
+    share = _health_values(port, address).get("progress")
+    return float(share) if isinstance(share, int | float) else None
+
+
+def _health_values(port: int, address: str) -> dict[str, object]:
+    connection = http.client.HTTPConnection(address, port, timeout=HEALTH_TIMEOUT_S)
     try:
         connection.request("GET", "/health")
         values = json.loads(connection.getresponse().read(MAX_HEALTH_BYTES))
     except (OSError, http.client.HTTPException, ValueError):
-        return None
+        return {}
     finally:
         connection.close()
-    status = values.get("status") if isinstance(values, dict) else None
-    return status if isinstance(status, str) else None
+    return values if isinstance(values, dict) else {}
 
 
 def last_words(directory: Path) -> str:
     """The last lines of the engine's log, for the row of an engine that died."""
-    try:
-        with (directory / "engine.log").open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
-            text = log.read(LOG_TAIL_BYTES).decode(errors="replace")
-    except FileNotFoundError:
-        return ""
-    lines = [line for line in text.splitlines() if line.strip()]
-    # Behind a failed assertion of llama.cpp a debugger may write pages of stack; the assertion is what tells.
-    asserted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line]
-    return "\n".join(asserted[-1:] or lines[-LAST_LINES:])
+    return detached.last_words(_place(directory))
 
 
 def trim_log(directory: Path) -> None:
-    """Keep a running engine's log below twice MAX_LOG_BYTES: what is over moves to engine.log.1, which is overwritten."""
-    log = directory / "engine.log"
-    try:
-        if log.stat().st_size <= MAX_LOG_BYTES:
-            return
-        shutil.copyfile(log, directory / "engine.log.1")
-        # The engine appends, so its next line begins at the new end; a line written meanwhile may be lost.
-        os.truncate(log, 0)
-    except FileNotFoundError:
-        return
+    """Keep a running engine's log bounded."""
+    detached.trim_log(_place(directory))
 
 
-def _rotate_log(log: Path) -> None:
-    if log.exists() and log.stat().st_size > 0:
-        log.replace(log.with_name("engine.log.1"))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _place(directory: Path) -> Place:
+    return Place(directory, "engines.runtime", f"engine-{directory.name}", "engine.log")

@@ -12,13 +12,18 @@ STOP_DEADLINE_S = 30.0
 MAX_RESTARTS = 8
 LONGEST_BACKOFF_S = 60.0
 STEADY_S = 120.0
+# How long an engine that makes way may finish what it has; what runs then is cut off.
+DRAIN_DEADLINE_S = 600.0
+# How long requests may run on while their host is being emptied.
+LEAVING_DEADLINE_S = 600.0
 
 
 class Step(Enum):
-    """START and STOP send a command; FAIL_* give a stuck attempt up; LOSE marks an engine of a lost host; STEADY forgives."""
+    """START, STOP and DRAIN send a command; FAIL_* give a stuck attempt up; LOSE marks a lost host's engine; STEADY forgives."""
 
     START = "start"
     STOP = "stop"
+    DRAIN = "drain"
     FAIL_LAUNCH = "it did not come up: no process was started in time"
     FAIL_LOAD = "it did not come up: the model was not loaded in time"
     FAIL_SILENT = "it stopped answering its health check"
@@ -28,7 +33,11 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the decision needs. Ages in seconds; `commanded_age_s` is None if no command was ever sent."""
+    """What the decision needs. Ages in seconds; `commanded_age_s` is None if no command was ever sent.
+
+    `leaving_age_s` is since when its host is being emptied (None: it is not), `is_idle` that no request is known to run on it,
+    `waits_for_others` that it must not start before others have made way.
+    """
 
     wanted: str
     state: str
@@ -37,6 +46,9 @@ class EngineFacts:
     state_age_s: float
     commanded_age_s: float | None
     restarts: int
+    leaving_age_s: float | None = None
+    is_idle: bool = False
+    waits_for_others: bool = False
 
 
 def backoff_s(restarts: int) -> float:
@@ -55,8 +67,17 @@ def decide(facts: EngineFacts) -> Step | None:
     if facts.state == "stopping":
         # Whatever is wanted by now, a stop that was begun is brought to its end first.
         return Step.STOP if facts.state_age_s > STOP_DEADLINE_S and not waiting else None
+    if facts.state == "draining":
+        if facts.state_age_s > DRAIN_DEADLINE_S:
+            return Step.STOP if not waiting else None
+        return Step.DRAIN if not waiting else None
+    if facts.leaving_age_s is not None and facts.wanted == "running":
+        may_end = facts.is_idle or facts.state == "unhealthy" or facts.leaving_age_s > LEAVING_DEADLINE_S
+        return Step.STOP if facts.state in ("ready", "unhealthy") and may_end and not waiting else None
     if facts.wanted == "stopped":
         return Step.STOP if facts.state in ("starting", "ready", "unhealthy") and not waiting else None
+    if facts.waits_for_others:
+        return None
     if facts.state == "stopped" and not waiting:
         return Step.START
     if facts.state == "failed" and facts.restarts <= MAX_RESTARTS and not waiting:

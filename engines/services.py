@@ -1,34 +1,30 @@
-"""The only writer of engine rows; and what other apps may ask about engines, as frozen views.
+"""What people and other apps ask of engines: commands, and frozen views. What their head writes stands in engine_rows.
 
 Every change of state is a conditional UPDATE. Those that return bool say whether this caller made the change; False means
 that somebody else was first, which is a normal answer.
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from celery import current_app
-from django.conf import settings
 from django.db import transaction
 from django.db.models import F, Q
-from django.utils import timezone
+from django.db.models.functions import Now
 from kombu.exceptions import OperationalError as BrokerError
 
-from engines.choices import LIVE, SERVING, TERMINAL, EngineState, Wanted
-from engines.config import EngineConfig
+from engines import engine_rows, store_rows
+from engines.addresses import http_url
+from engines.choices import SERVING, TERMINAL, EngineState, StopReason, Wanted
 from engines.errors import ModelNotFound, NoEngineReady
+from engines.http_secret import http_secret
 from engines.models import Engine
 from engines.reconcile import COMMAND_EXPIRES_S, EngineFacts, Step, decide
 from pools import services as pools
+from pools.db import database_now
 from pools.events import publish_on_commit
-from pools.generation_defaults import GenerationDefaults
-
-ALL_GPU_LAYERS = 999
-MAX_ERROR_CHARS = 2000
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +40,19 @@ class EngineEndpoint:
     variant_id: int
     slots: int
     context_tokens: int
+    secret: str = field(default="", repr=False, compare=False)
+    host_name: str = field(default="", compare=False)
+    sees_images: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class EngineRpc:
+    """Where an engine speaks the binary protocol, and with whom."""
+
+    engine_id: int
+    address: str
+    port: int
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,21 +77,7 @@ class EngineView:
     restarts: int
     last_seen_at: datetime | None
     ready_at: datetime | None
-
-
-@dataclass(frozen=True)
-class EngineTask:
-    """An engine as its head handles it: what is wanted, what the row says, and what its process would be told."""
-
-    engine_id: int
-    epoch: int
-    wanted: str
-    state: str
-    pid: int | None
-    pid_start_time: float | None
-    http_port: int | None
-    config: EngineConfig
-    directory: Path
+    secret: str = field(default="", repr=False)
 
 
 def ensure_engine(
@@ -117,7 +112,7 @@ def default_engine_name(host_id: int, host_name: str) -> str:
 
 def start_wanted(host_name: str) -> int:
     """Tell a host's head to start every engine that is wanted and does not run; returns how many."""
-    down = Engine.objects.filter(host__name=host_name, wanted=Wanted.RUNNING, state__in=TERMINAL)
+    down = Engine.objects.filter(host__name=host_name, wanted=Wanted.RUNNING, state__in=TERMINAL, waits_for=[])
     return sum(_command(pk, "engines.tasks.start_engine", restarts=0) for pk in down.values_list("pk", flat=True))
 
 
@@ -133,12 +128,30 @@ def configure(engine: Engine, changed: list[str] | None) -> None:
 
 def start(engine_id: int) -> bool:
     """Ask for the engine to run: wanted changes and its head is told; past failures are forgiven."""
-    return _command(engine_id, "engines.tasks.start_engine", wanted=Wanted.RUNNING, restarts=0)
+    return _command(
+        engine_id,
+        "engines.tasks.start_engine",
+        wanted=Wanted.RUNNING,
+        restarts=0,
+        stop_reason=StopReason.NONE,
+        waits_for=[],
+    )
 
 
 def stop(engine_id: int) -> bool:
-    """Ask for the engine to stop: wanted changes and its head is told."""
-    return _command(engine_id, "engines.tasks.stop_engine", wanted=Wanted.STOPPED)
+    """A person asks for the engine to stop: wanted changes and its head is told. Nothing starts it on demand after that."""
+    return _command(
+        engine_id, "engines.tasks.stop_engine", wanted=Wanted.STOPPED, stop_reason=StopReason.PERSON, waits_for=[]
+    )
+
+
+def drain(engine_id: int, reason: StopReason) -> bool:
+    """Ask for the engine to take nothing new, to finish what it has, and to stop. False when it does not serve."""
+    with transaction.atomic():
+        serving = Q(pk=engine_id, state__in=[EngineState.READY, EngineState.UNHEALTHY])
+        if not engine_rows.change(serving, EngineState.DRAINING):
+            return False
+        return _command(engine_id, "engines.tasks.drain_engine", wanted=Wanted.STOPPED, stop_reason=reason)
 
 
 def suspect(endpoint: EngineEndpoint) -> bool:
@@ -149,7 +162,7 @@ def suspect(endpoint: EngineEndpoint) -> bool:
     port = urlsplit(endpoint.base_url).port
     lost = Q(pk=endpoint.engine_id, state=EngineState.READY, http_port=port)
     with transaction.atomic():
-        if not _change(lost, EngineState.UNHEALTHY, last_error="a request did not reach it"):
+        if not engine_rows.change(lost, EngineState.UNHEALTHY, last_error="a request did not reach it"):
             return False
         host = Engine.objects.values_list("host__name", flat=True).get(pk=endpoint.engine_id)
         transaction.on_commit(lambda: _send("engines.tasks.probe_host", [host], host), robust=True)
@@ -163,8 +176,7 @@ def _command(engine_id: int, task: str, *, epoch: int | None = None, **changes: 
     """
     with transaction.atomic():
         due = Q(pk=engine_id) if epoch is None else Q(pk=engine_id, epoch=epoch)
-        now = timezone.now()
-        if not Engine.objects.filter(due).update(epoch=F("epoch") + 1, commanded_at=now, **changes):
+        if not Engine.objects.filter(due).update(epoch=F("epoch") + 1, commanded_at=Now(), **changes):
             return False
         # The UPDATE holds the row, so this is the epoch that it wrote.
         new_epoch, host = Engine.objects.values_list("epoch", "host__name").get(pk=engine_id)
@@ -180,111 +192,18 @@ def _send(task: str, args: list[int | str], host: str) -> None:
         logger.warning("%s%r was not sent, beat will repeat what is still due: %s", task, args, error)
 
 
-def claim_start(engine_id: int, epoch: int) -> EngineTask | None:
-    """Take the start with this epoch: the engine is `starting` and the caller launches it. None when it is not due."""
-    due = Q(pk=engine_id, epoch=epoch, wanted=Wanted.RUNNING, state__in=TERMINAL)
-    if not _change(due, EngineState.STARTING, pid=None, pid_start_time=None, http_port=None, ready_at=None):
-        return None
-    return engine_task(engine_id)
+def reconcile(host_name: str | None = None, idle: frozenset[int] = frozenset()) -> int:
+    """Compare what is wanted with what is, for every engine (of one host), and take one step each; returns their number.
 
-
-def claim_stop(engine_id: int, epoch: int) -> EngineTask | None:
-    """Take the stop with this epoch: the engine is `stopping` and the caller ends it. None when it is not due."""
-    if not _change(Q(pk=engine_id, epoch=epoch, state__in=LIVE), EngineState.STOPPING):
-        return None
-    return engine_task(engine_id)
-
-
-def record_process(engine_id: int, pid: int, pid_start_time: float, http_port: int) -> bool:
-    """Write which process a starting engine is. False: it is not wanted any more."""
-    return _change(
-        Q(pk=engine_id, wanted=Wanted.RUNNING, state=EngineState.STARTING),
-        EngineState.STARTING,
-        pid=pid,
-        pid_start_time=pid_start_time,
-        http_port=http_port,
-        last_seen_at=timezone.now(),
-    )
-
-
-def adopt(task: EngineTask, pid: int, pid_start_time: float, http_port: int) -> bool:
-    """Write a running process into the row of an engine that did not know of it; its next health check does the rest."""
-    return _change(
-        Q(pk=task.engine_id, epoch=task.epoch, wanted=Wanted.RUNNING, state=task.state),
-        EngineState.STARTING,
-        pid=pid,
-        pid_start_time=pid_start_time,
-        http_port=http_port,
-        last_error="",
-    )
-
-
-def mark_ready(engine_id: int, pid: int) -> bool:
-    """The process `pid` answers its health check with ok."""
-    now = timezone.now()
-    came_up = Q(pk=engine_id, pid=pid, state__in=[EngineState.STARTING, EngineState.UNHEALTHY])
-    if _change(came_up, EngineState.READY, last_seen_at=now, ready_at=now, last_error=""):
-        return True
-    Engine.objects.filter(pk=engine_id, pid=pid, state=EngineState.READY).update(last_seen_at=now)
-    return False
-
-
-def mark_unhealthy(engine_id: int, pid: int, error: str) -> bool:
-    """The process `pid` lives, but does not answer any more."""
-    return _change(
-        Q(pk=engine_id, pid=pid, state=EngineState.READY), EngineState.UNHEALTHY, last_error=error[:MAX_ERROR_CHARS]
-    )
-
-
-def mark_failed(engine_id: int, epoch: int, error: str) -> bool:
-    """The engine's process is gone or never came up; the last command is done with."""
-    return _change(
-        Q(pk=engine_id, epoch=epoch, state__in=[EngineState.STARTING, EngineState.READY, EngineState.UNHEALTHY]),
-        EngineState.FAILED,
-        pid=None,
-        pid_start_time=None,
-        http_port=None,
-        commanded_at=None,
-        restarts=F("restarts") + 1,
-        last_error=error[:MAX_ERROR_CHARS],
-    )
-
-
-def mark_stopped(engine_id: int, states: Iterable[str] = (EngineState.STOPPING,)) -> bool:
-    """No process of the engine runs any more, and that is no failure."""
-    return _change(
-        Q(pk=engine_id, state__in=list(states)),
-        EngineState.STOPPED,
-        pid=None,
-        pid_start_time=None,
-        http_port=None,
-        commanded_at=None,
-    )
-
-
-def _change(due: Q, state: EngineState, **values: object) -> bool:
-    """Move the engine that `due` names to `state`. `state_since` keeps its value where the state stays."""
-    with transaction.atomic():
-        engine = Engine.objects.filter(due).values_list("pk", "state").first()
-        if engine is None:
-            return False
-        pk, old_state = engine
-        if old_state != state:
-            values["state_since"] = timezone.now()
-        if not Engine.objects.filter(due, state=old_state).update(state=state, **values):
-            return False
-        publish_on_commit("engine", pk)
-    if old_state != state:
-        logger.info("engine %d: %s → %s", pk, old_state, state.value)
-    return True
-
-
-def reconcile() -> int:
-    """Compare what is wanted with what is, for every engine, and take one step each; returns the number of steps."""
-    now = timezone.now()
+    `idle` are engines on which no request runs; only their own head knows. A store is looked after by its own head; here only
+    those of lost hosts are marked.
+    """
+    now = database_now()
     lost = set(pools.lost_host_names())
-    steps = 0
-    for engine in Engine.objects.select_related("host"):
+    leaving = pools.leaving_host_ages_s()
+    steps = store_rows.mark_lost(sorted(lost)) if host_name is None else 0
+    engines = Engine.objects.select_related("host")
+    for engine in engines if host_name is None else engines.filter(host__name=host_name):
         facts = EngineFacts(
             wanted=engine.wanted,
             state=engine.state,
@@ -293,6 +212,9 @@ def reconcile() -> int:
             state_age_s=(now - engine.state_since).total_seconds(),
             commanded_age_s=None if engine.commanded_at is None else (now - engine.commanded_at).total_seconds(),
             restarts=engine.restarts,
+            leaving_age_s=leaving.get(engine.host.name),
+            is_idle=engine.pk in idle,
+            waits_for_others=bool(engine.waits_for),
         )
         step = decide(facts)
         if step is not None:
@@ -305,12 +227,14 @@ def _take(step: Step, engine: Engine) -> bool:
         return _command(engine.pk, "engines.tasks.start_engine", epoch=engine.epoch)
     if step is Step.STOP:
         return _command(engine.pk, "engines.tasks.stop_engine", epoch=engine.epoch)
+    if step is Step.DRAIN:
+        return _command(engine.pk, "engines.tasks.drain_engine", epoch=engine.epoch)
     if step is Step.LOSE:
         live = Q(pk=engine.pk, epoch=engine.epoch, state__in=[EngineState.READY, EngineState.STARTING])
-        return _change(live, EngineState.UNHEALTHY, last_error=step.value)
+        return engine_rows.change(live, EngineState.UNHEALTHY, last_error=step.value)
     if step is Step.STEADY:
         return bool(Engine.objects.filter(pk=engine.pk, state=EngineState.READY).update(restarts=0))
-    return mark_failed(engine.pk, engine.epoch, step.value)
+    return engine_rows.mark_failed(engine.pk, engine.epoch, step.value)
 
 
 def ready_engines(model_name: str | None) -> list[EngineEndpoint]:
@@ -320,14 +244,7 @@ def ready_engines(model_name: str | None) -> list[EngineEndpoint]:
     """
     # One query on the way of every request; why there is none is asked only then.
     asked_for = Q(variant__model__name=model_name) if model_name else Q(variant__model__is_default=True)
-    serving = (
-        Engine.objects.filter(asked_for, state__in=SERVING, http_port__isnull=False)
-        .order_by("pk")
-        .values_list("pk", "name", "http_port", "variant__model__name", "variant_id", "slots", "context_tokens")
-    )
-    endpoints = [
-        EngineEndpoint(pk, engine, f"http://127.0.0.1:{port}", *values) for pk, engine, port, *values in serving
-    ]
+    endpoints = _endpoints(asked_for)
     if endpoints:
         return endpoints
     name = model_name or pools.default_model_name()
@@ -338,9 +255,53 @@ def ready_engines(model_name: str | None) -> list[EngineEndpoint]:
     raise NoEngineReady(f"No engine serves the model {name!r} right now.")
 
 
+def serving_engines(model_name: str | None = None) -> list[EngineEndpoint]:
+    """The engines that serve a model (None: all of the pool); empty where there is none."""
+    return _endpoints(Q(variant__model__name=model_name) if model_name else Q())
+
+
+def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
+    serving = (
+        Engine.objects.filter(asked_for, state__in=SERVING, http_port__isnull=False, host__duty="active")
+        .order_by("pk")
+        .values_list(
+            "pk",
+            "name",
+            "host__address",
+            "http_port",
+            "rpc_secret",
+            "host__name",
+            "variant__model__projector_path",
+            "variant__model__name",
+            "variant_id",
+            "slots",
+            "context_tokens",
+        )
+    )
+    return [
+        EngineEndpoint(
+            pk,
+            engine,
+            http_url(address, port),
+            *values,
+            secret=http_secret(rpc_secret, address),
+            host_name=host_name,
+            sees_images=bool(projector),
+        )
+        for pk, engine, address, port, rpc_secret, host_name, projector, *values in serving
+    ]
+
+
+def engine_rpc(engine_id: int) -> EngineRpc | None:
+    """Where a serving engine speaks the binary protocol; None for one that does not serve."""
+    engine = Engine.objects.filter(pk=engine_id, state__in=SERVING, rpc_port__isnull=False)
+    values = engine.values_list("pk", "host__address", "rpc_port", "rpc_secret").first()
+    return None if values is None else EngineRpc(*values)
+
+
 def engine_views() -> tuple[EngineView, ...]:
     """All engines, ordered by name."""
-    engines = Engine.objects.select_related("variant__model").order_by("name")
+    engines = Engine.objects.select_related("host", "variant__model").order_by("name")
     return tuple(
         EngineView(
             id=engine.pk,
@@ -361,50 +322,7 @@ def engine_views() -> tuple[EngineView, ...]:
             restarts=engine.restarts,
             last_seen_at=engine.last_seen_at,
             ready_at=engine.ready_at,
+            secret=http_secret(engine.rpc_secret, engine.host.address),
         )
         for engine in engines
-    )
-
-
-def engine_task(engine_id: int) -> EngineTask | None:
-    """One engine as its head handles it; None when the row is gone."""
-    engine = Engine.objects.select_related("variant__model", "gpu").filter(pk=engine_id).first()
-    return None if engine is None else _engine_task(engine)
-
-
-def engine_tasks(host_name: str) -> list[EngineTask]:
-    """All engines of a host as its head handles them."""
-    engines = Engine.objects.select_related("variant__model", "gpu").filter(host__name=host_name)
-    return [_engine_task(engine) for engine in engines]
-
-
-def _engine_task(engine: Engine) -> EngineTask:
-    on_cuda = engine.gpu is not None and engine.gpu.kind == "cuda"
-    defaults = GenerationDefaults.from_dict(engine.variant.model.generation_defaults)
-    config = EngineConfig(
-        model_path=engine.variant.path,
-        model_name=engine.variant.model.name,
-        slots=engine.slots,
-        context_tokens=engine.context_tokens,
-        threads=engine.threads,
-        gpu_layers=ALL_GPU_LAYERS if on_cuda else 0,
-        main_gpu=engine.gpu.index if on_cuda and engine.gpu is not None else 0,
-        chat_template=engine.variant.model.chat_template,
-        pooling=engine.variant.model.pooling,
-        speculation=engine.variant.model.speculation,
-        projector_path="" if engine.variant.model.pooling else engine.variant.model.projector_path,
-        max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,
-        engine_id=engine.pk,
-        **{f"default_{key}": value for key, value in asdict(defaults).items()},
-    )
-    return EngineTask(
-        engine_id=engine.pk,
-        epoch=engine.epoch,
-        wanted=engine.wanted,
-        state=engine.state,
-        pid=engine.pid,
-        pid_start_time=engine.pid_start_time,
-        http_port=engine.http_port,
-        config=config,
-        directory=Path(settings.HYDRA_HOME) / "engines" / str(engine.pk),
     )

@@ -11,11 +11,23 @@ from celery import shared_task
 from celery.worker import state as worker_state
 from django.conf import settings
 
-from engines import launch, services, watch
+from engines import (
+    draining,
+    engine_rows,
+    launch,
+    leaving,
+    loading,
+    loading_exact,
+    missing_files,
+    services,
+    store_rows,
+    store_watch,
+    watch,
+)
 from engines.errors import LaunchError
 from engines.reconcile import COMMAND_EXPIRES_S
+from pools import pulse
 from pools import services as pools
-from pools.probe import read_gpus, read_host
 
 READY_WAIT_S = 20.0
 READY_POLL_S = 0.1
@@ -27,15 +39,24 @@ _probing = threading.Lock()
 @shared_task(ignore_result=True)
 def start_engine(engine_id: int, epoch: int) -> None:
     """Start the engine's process and return while it loads; `await_ready` waits for it."""
-    task = services.claim_start(engine_id, epoch)
+    if store_rows.endpoint(settings.HYDRA_HOST_NAME) is None:
+        # An engine learns of its host's store only now.
+        store_watch.look_at_store(settings.HYDRA_HOST_NAME, Path(settings.HYDRA_HOME) / "store")
+    task = engine_rows.claim_start(engine_id, epoch)
+    if task is None or missing_files.waits_for_file(task):
+        return
+    task = loading_exact.refitted(task)
     if task is None:
         return
     try:
-        process, port = launch.launch(task.config, task.directory)
+        launched = launch.launch(task.config, task.directory, task.card_uuid)
     except LaunchError as error:
-        services.mark_failed(engine_id, epoch, str(error))
+        engine_rows.mark_failed(engine_id, epoch, str(error))
         return
-    if not services.record_process(engine_id, process.pid, process.start_time, port):
+    process, told = launched.record, launched.config
+    if not engine_rows.record_process(
+        engine_id, process.pid, process.start_time, told.port, told.rpc_port, told.rpc_secret
+    ):
         # A stop came in between.
         launch.end_engine(task.directory)
         return
@@ -48,7 +69,7 @@ def await_ready(engine_id: int, pid: int) -> None:
     """Look at a starting engine often, so that it serves the moment its model is loaded; gives up to the probe after 20 s."""
     deadline = time.monotonic() + READY_WAIT_S
     while time.monotonic() < deadline:
-        task = services.engine_task(engine_id)
+        task = engine_rows.engine_task(engine_id)
         if worker_state.should_stop is not None:
             return  # A stopping worker waits for its tasks; the engine does not need this one.
         if task is None or task.pid != pid or task.state != "starting":
@@ -61,23 +82,41 @@ def await_ready(engine_id: int, pid: int) -> None:
 @shared_task(ignore_result=True)
 def stop_engine(engine_id: int, epoch: int) -> None:
     """End the engine's process and wait until it is gone."""
-    task = services.claim_stop(engine_id, epoch)
+    task = engine_rows.claim_stop(engine_id, epoch)
     if task is not None:
         launch.end_engine(task.directory)
-        services.mark_stopped(engine_id)
+        engine_rows.mark_stopped(engine_id)
+        loading.advance()
+
+
+@shared_task(ignore_result=True)
+def drain_engine(engine_id: int, epoch: int) -> None:
+    """Look whether a draining engine has nothing left to do; then stop it, else look again soon."""
+    done = draining.may_stop(engine_id, epoch)
+    if done:
+        stop_engine(engine_id, epoch)
+    elif done is False:
+        queue = f"host.{settings.HYDRA_HOST_NAME}.fast"
+        drain_engine.apply_async(
+            args=[engine_id, epoch], queue=queue, countdown=draining.LOOK_EVERY_S, expires=COMMAND_EXPIRES_S
+        )
 
 
 @shared_task(ignore_result=True)
 def probe_host(host_name: str) -> None:
-    """Read this host and its devices, look at its engines, and write what was seen."""
+    """Read this host and its devices, look at its store and its engines, and write what was seen."""
     if host_name != settings.HYDRA_HOST_NAME or not _probing.acquire(blocking=False):
         # A look that is still going on will tell as much as a second one.
         return
     try:
-        # Engines first: once the host counts as up again, silence of its engines is taken for a failure.
+        # The store before the engines, which are told of it. Both before the host counts as up again: from then on their
+        # silence is taken for a failure.
+        store_watch.look_at_store(host_name, Path(settings.HYDRA_HOME) / "store")
         watch.look_at_host(host_name, Path(settings.HYDRA_HOME) / "engines")
-        services.reconcile()
-        pools.record_probe(host_name, read_host(), read_gpus())
+        services.reconcile(host_name, leaving.idle_engines())
+        draining.unload_idle(host_name)
+        inventory = pulse.current_inventory()
+        pools.record_probe(host_name, inventory.host, inventory.gpus, inventory.unreadable)
     finally:
         _probing.release()
 
@@ -93,3 +132,4 @@ def probe_hosts() -> None:
 def reconcile() -> None:
     """Bring every engine one step closer to what is wanted of it."""
     services.reconcile()
+    loading.advance()

@@ -4,13 +4,12 @@ Each look is a whole one, so a lost or doubled look does no harm. It never start
 """
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 
-from engines import launch, services
+from engines import engine_rows, launch
 from engines.choices import LIVE, TERMINAL, EngineState, Wanted
+from engines.engine_rows import EngineTask
 from engines.process import START_TIME_TOLERANCE_S, ProcessRecord
-from engines.services import EngineTask
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ def look_at_host(host_name: str, engines_dir: Path, *, after_restart: bool = Fal
     `after_restart` says that the whole stack has just come up: an engine that did not survive is stopped, not failed.
     """
     launch.reap()
-    tasks = services.engine_tasks(host_name)
+    tasks = engine_rows.engine_tasks(host_name)
     for task in tasks:
         look_at(task, after_restart=after_restart)
     _end_strays(engines_dir, {task.directory.name for task in tasks})
@@ -48,17 +47,17 @@ def _is_of(process: ProcessRecord, task: EngineTask) -> bool:
 
 
 def _fits(task: EngineTask) -> bool:
-    """Whether the running process was told what the row says now. Its port and what a newer release adds do not count."""
+    """Whether the running process was told what the row says now; what a newer release adds does not count."""
     told = launch.read_config(task.directory)
-    return told is not None and replace(told, port=0) == replace(task.config, port=0)
+    return told is not None and launch.fits(told, task.config)
 
 
 def _without_process(task: EngineTask, *, after_restart: bool) -> None:
     if task.state == EngineState.STOPPING or (after_restart and task.state in LIVE):
-        services.mark_stopped(task.engine_id, [task.state])
+        engine_rows.mark_stopped(task.engine_id, [task.state])
     elif task.state in LIVE and task.pid is not None:
         words = launch.last_words(task.directory)
-        services.mark_failed(
+        engine_rows.mark_failed(
             task.engine_id, task.epoch, f"its process ended\n{words}" if words else "its process ended"
         )
     # Starting without a process yet: the start task is between its claim and its launch; reconcile bounds that.
@@ -70,12 +69,12 @@ def _unknown_process(task: EngineTask, process: ProcessRecord) -> None:
         return
     told = launch.read_config(task.directory)
     if task.wanted == Wanted.RUNNING and told is not None and _fits(task):
-        answer = launch.health(told.port)
+        answer = launch.health(told.port, told.host)
         # One that was given up comes back only if it really recovered.
         worth_it = answer == "ok" or (answer == "loading" and task.state != EngineState.FAILED)
-        if worth_it and services.adopt(task, process.pid, process.start_time, told.port):
+        if worth_it and engine_rows.adopt(task, process.pid, process.start_time, told):
             logger.info("engine %d: adopted its running process %d", task.engine_id, process.pid)
-            adopted = services.engine_task(task.engine_id)
+            adopted = engine_rows.engine_task(task.engine_id)
             if adopted is not None:
                 _check_health(adopted, process)
         # Not answering yet: it may have been started this moment. A start command ends it if it never does.
@@ -84,23 +83,27 @@ def _unknown_process(task: EngineTask, process: ProcessRecord) -> None:
 
 
 def _replace(task: EngineTask) -> None:
-    now = services.engine_task(task.engine_id)
+    now = engine_rows.engine_task(task.engine_id)
     if now is not None and (now.epoch, now.state) != (task.epoch, task.state):
         return  # A command came in since the row was read; the next look sees what it made of it.
     logger.info("engine %d: its running process is not what is wanted and is ended", task.engine_id)
     launch.end_engine(task.directory)
-    services.mark_stopped(task.engine_id, LIVE)
+    engine_rows.mark_stopped(task.engine_id, LIVE)
 
 
 def _check_health(task: EngineTask, process: ProcessRecord) -> None:
     if task.http_port is None or task.state == EngineState.STOPPING:
         return
-    answer = launch.health(task.http_port)
+    answer = launch.health(task.http_port, task.config.host)
     if answer == "ok":
-        services.mark_ready(task.engine_id, process.pid)
+        engine_rows.mark_ready(task.engine_id, process.pid)
+    elif answer == "loading" and task.state == EngineState.STARTING:
+        share = launch.loaded_share(task.http_port, task.config.host)
+        if share is not None:
+            engine_rows.record_progress(task.engine_id, process.pid, share)
     elif answer != "loading":
         said = "does not answer its health check" if answer is None else f"says of itself: {answer}"
-        services.mark_unhealthy(task.engine_id, process.pid, f"the process {process.pid} {said}")
+        engine_rows.mark_unhealthy(task.engine_id, process.pid, f"the process {process.pid} {said}")
 
 
 def _end_strays(engines_dir: Path, known: set[str]) -> None:

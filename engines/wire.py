@@ -1,7 +1,7 @@
 """The binary protocol of engines and stores: the one definition of its numbers, headers, limits and frames.
 
 Pure: bytes in, dataclasses out; every size is checked before anything of that size is kept. The JSON of each operation stands
-in `engines/wire_json.py`; docs/rpc-protocol.md says all of it in prose, and a test compares the two.
+in `engines/wire_json.py` and `engines/wire_store.py`; docs/rpc-protocol.md says all of it in prose, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Opcode(IntEnum):
     COMMIT = 0x72
     LEASE = 0x73
     RELEASE = 0x74
+    SNAPSHOTS = 0x75
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ OPERATIONS: dict[int, Operation] = {
         Operation(Opcode.COMMIT, "store", "ticket", MAX_CONFIGURE_BYTES),
         Operation(Opcode.LEASE, "store", "object", MAX_JSON_BYTES),
         Operation(Opcode.RELEASE, "store", "ticket", 0),
+        Operation(Opcode.SNAPSHOTS, "store", "prefix", MAX_CONFIGURE_BYTES),
     )
 }
 

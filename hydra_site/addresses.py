@@ -1,4 +1,6 @@
-"""Where this process finds its servers: the environment first, then what a running supervisor of the same home published."""
+"""Where this process finds its servers: those of the pool that its home has joined, else the environment, else what a running
+supervisor of the same home published.
+"""
 
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -9,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from hydra_site import env
 from hydra_site.supervisor.home import Home
+from hydra_site.supervisor.joined import Joined
 
 CONNECT_TIMEOUT_S = 5
 # A query that takes longer is stuck; whoever waits for it gets an error instead.
@@ -19,15 +22,21 @@ _DATABASE_FIELDS = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "h
 
 
 def database_url(home: Home) -> str | None:
-    """DATABASE_URL, or the published address, or None: then only commands without a database can run."""
+    """The one of the pool that this home has joined, else DATABASE_URL, or the published address, or None: then only commands
+    without a database can run.
+    """
+    if joined := Joined.of(home):
+        return joined.database_url
     published = home.read_services()
     return env.database_url() or (published.database_url if published else None)
 
 
 def broker_url(home: Home) -> str | None:
-    """BROKER_URL, or the published address, or None: then nothing can be sent."""
-    published = home.read_services()
-    url = env.broker_url() or (published.broker_url if published else None)
+    """The one of the pool that this home has joined, else BROKER_URL, or the published address, or None: then nothing can be
+    sent.
+    """
+    joined, published = Joined.of(home), home.read_services()
+    url = (joined.broker_url if joined else None) or env.broker_url() or (published.broker_url if published else None)
     if url is None:
         return None
     # Celery and Channels know the protocol by its first name only.

@@ -16,6 +16,11 @@ from urllib.parse import urlsplit
 Kind = Literal["path", "port", "address", "count", "bytes", "text", "secret", "database_url", "broker_url", "log_level"]
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
+# The store's share of /dev/shm, unless told otherwise, and what it can work with.
+STORE_SHARE = 4
+MIN_STORE_BYTES = 16 << 20
+MAX_STORE_BYTES = 1 << 46
+MAX_RETENTION_DAYS = 3650
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DATABASE_SCHEMES = ("postgres", "postgresql")
 BROKER_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
@@ -44,13 +49,33 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("BROKER_URL", "", "broker_url", "An outside Valkey or Redis (redis://…) instead of the embedded one."),
     Setting("HYDRA_MAX_BODY_BYTES", "33554432", "bytes", "Largest request body; a larger one is answered with 413."),
     Setting("HYDRA_HOST_NAME", "", "text", "Name of this host in the pool; unset = the machine's short host name."),
+    Setting(
+        "HYDRA_ENGINE_HOST",
+        "127.0.0.1",
+        "address",
+        "Address at which other machines reach this host's engines and store; in a pool of one host, loopback.",
+    ),
     Setting("HYDRA_DEFAULT_MODEL", "smollm2-135m", "text", "Model that serves requests which name none."),
     Setting("HYDRA_ENGINE_THREADS", "0", "count", "Threads of a CPU engine; 0 = all cores but one."),
     Setting("HYDRA_ENGINE_SLOTS", "4", "count", "Requests an engine decodes at once."),
     Setting("HYDRA_ENGINE_CONTEXT", "8192", "count", "Tokens of context each request may use."),
+    Setting(
+        "HYDRA_STORE_BYTES",
+        "",
+        "bytes",
+        "Memory on /dev/shm of this host's store; 0 = no store; unset = a quarter of it, or of the machine's if less.",
+    ),
+    Setting(
+        "HYDRA_STORE_DISK_BYTES", "0", "bytes", "Disk below HYDRA_HOME for the store's latest snapshots; 0 = none."
+    ),
+    Setting(
+        "HYDRA_SESSION_RETENTION", "7", "count", "Days after its last use that a session and its snapshots are kept."
+    ),
     Setting("HYDRA_SOURCE_URL", "", "text", "Where this site's source is offered (AGPL); unset = a page of the site."),
     Setting("HYDRA_LOG_LEVEL", "INFO", "log_level", "How much the logs tell: DEBUG, INFO, WARNING, ERROR or CRITICAL."),
 )
+# Settings of which 0 says something of its own.
+_MAY_BE_ZERO = frozenset({"HYDRA_ENGINE_THREADS", "HYDRA_STORE_BYTES", "HYDRA_STORE_DISK_BYTES"})
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -157,17 +182,49 @@ def engine_threads(environ: Mapping[str, str] | None = None) -> int:
     return threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
+def store_bytes(environ: Mapping[str, str] | None = None) -> int:
+    """Memory of this host's store, 0 for none. Unset: a share of what tmpfs and the machine have. Raises SettingError."""
+    if not raw("HYDRA_STORE_BYTES", environ):
+        share = _shared_memory_bytes() // STORE_SHARE
+        return share if share >= MIN_STORE_BYTES else 0
+    given = count("HYDRA_STORE_BYTES", environ)
+    if given and not MIN_STORE_BYTES <= given <= MAX_STORE_BYTES:
+        hint = f"give 0, or between {MIN_STORE_BYTES} and {MAX_STORE_BYTES} bytes"
+        raise SettingError("HYDRA_STORE_BYTES", str(given), hint)
+    return given
+
+
+def session_retention_days(environ: Mapping[str, str] | None = None) -> int:
+    """Days that an unused session is kept. Raises SettingError."""
+    days = count("HYDRA_SESSION_RETENTION", environ, minimum=1)
+    if days > MAX_RETENTION_DAYS:
+        raise SettingError("HYDRA_SESSION_RETENTION", str(days), f"give between 1 and {MAX_RETENTION_DAYS} days")
+    return days
+
+
+def _shared_memory_bytes() -> int:
+    """What /dev/shm may hold, or the machine's memory if that is less; 0 where there is no /dev/shm."""
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(shared.f_frsize * shared.f_blocks, memory)
+
+
 def check_all(environ: Mapping[str, str] | None = None) -> None:
     """Read every setting of the table once, so that a bad one is told at the start and not in the middle. Raises
     SettingError.
     """
     for setting in SETTINGS:
         if setting.kind in ("count", "bytes"):
-            count(setting.name, environ, minimum=0 if setting.name == "HYDRA_ENGINE_THREADS" else 1)
+            if raw(setting.name, environ):
+                count(setting.name, environ, minimum=0 if setting.name in _MAY_BE_ZERO else 1)
         elif setting.kind == "port":
             port(setting.name, environ)
         elif setting.kind == "address":
             address(setting.name, environ)
+            _refuse_unspecified(setting.name, environ)
         elif setting.kind == "path":
             path(setting.name, environ)
         elif setting.kind == "log_level":
@@ -175,6 +232,20 @@ def check_all(environ: Mapping[str, str] | None = None) -> None:
     database_url(environ)
     broker_url(environ)
     host_name(environ)
+    store_bytes(environ)
+    session_retention_days(environ)
+
+
+def engine_host(environ: Mapping[str, str] | None = None) -> str:
+    """Where this host's engines and store listen, and where others reach them. Raises SettingError."""
+    _refuse_unspecified("HYDRA_ENGINE_HOST", environ)
+    return address("HYDRA_ENGINE_HOST", environ)
+
+
+def _refuse_unspecified(name: str, environ: Mapping[str, str] | None) -> None:
+    value = address(name, environ)
+    if name == "HYDRA_ENGINE_HOST" and ipaddress.ip_address(value).is_unspecified:
+        raise SettingError(name, value, "give the one address by which others reach this machine")
 
 
 def _url(name: str, schemes: tuple[str, ...], environ: Mapping[str, str] | None) -> str | None:

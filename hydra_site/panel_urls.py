@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from django.urls import path
 
-from hydra_site import source, views
+from hydra_site import session_pages, source, views
 
 urlpatterns = [
     path("", views.dashboard, name="dashboard"),
     path("playground/", views.playground, name="playground"),
+    path("sessions/", session_pages.sessions, name="sessions"),
+    path("sessions/<str:key>/", session_pages.session, name="session"),
+    path("sessions/<str:key>/<str:name>/", session_pages.act, name="session-act"),
     path("login/", views.Login.as_view(), name="login"),
     path("source.tar.gz", source.source_archive, name="source"),
     path("logout/", views.Logout.as_view(), name="logout"),

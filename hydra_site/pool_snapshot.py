@@ -17,6 +17,9 @@ from engines.client import EngineClient
 from engines.config import SlotView
 from engines.errors import EngineUnreachable
 from engines.services import EngineView, engine_views
+from engines.store_rows import StoreView, store_views
+from hydra_site.attention import Attention, host_warnings
+from pools import jobs
 from pools.db import in_db
 from pools.services import HostView, host_views
 from sessions.services import ChatView, recent_sessions
@@ -49,16 +52,6 @@ class EngineCard:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Something that wants a decision: which object, what happened, what to do about it."""
-
-    severity: str
-    subject: str
-    message: str
-    hint: str
-
-
-@dataclass(frozen=True)
 class Sample:
     """One point of the activity plot. None means that no engine answered, which is not the same as zero."""
 
@@ -66,6 +59,20 @@ class Sample:
     tokens_per_s: float | None
     busy_slots: int | None
     slots: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A build or a download that waits or runs. `done` of `total`: steps or bytes; total 0: not known yet."""
+
+    id: int
+    host: str
+    kind: str
+    subject: str
+    state: str
+    stage: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ class PoolSnapshot:
     engines: tuple[EngineCard, ...]
     sessions: tuple[ChatView, ...]
     attention: tuple[Attention, ...]
+    stores: tuple[StoreView, ...] = ()
+    work: tuple[Work, ...] = ()
 
     def same_content(self, other: PoolSnapshot) -> bool:
         """True if a page that shows `other` would look the same with this one."""
@@ -89,7 +98,7 @@ async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sa
 
     Raises django.db.Error when the database does not answer; an engine that does not answer only makes its cells stale.
     """
-    hosts, engines, sessions = await in_db(_read_rows)
+    hosts, engines, sessions, stores, work = await in_db(_read_rows)
     old_cards = {card.engine.id: card for card in previous.engines} if previous else {}
     cards = await asyncio.gather(*(_engine_card(engine, old_cards.get(engine.id)) for engine in engines))
     taken_at = datetime.now(UTC)
@@ -99,15 +108,24 @@ async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sa
         hosts=hosts,
         engines=tuple(cards),
         sessions=sessions,
-        attention=attention_of(hosts, engines),
+        attention=attention_of(hosts, engines, stores),
+        stores=stores,
+        work=work,
     )
     if previous and snapshot.same_content(previous):
         snapshot = dataclasses.replace(snapshot, version=previous.version)
     return snapshot, sample_of(taken_at, cards)
 
 
-def _read_rows() -> tuple[tuple[HostView, ...], tuple[EngineView, ...], tuple[ChatView, ...]]:
-    return host_views(), engine_views(), recent_sessions(RECENT_SESSIONS)
+def _read_rows() -> tuple[
+    tuple[HostView, ...], tuple[EngineView, ...], tuple[ChatView, ...], tuple[StoreView, ...], tuple[Work, ...]
+]:
+    return host_views(), engine_views(), recent_sessions(RECENT_SESSIONS), store_views(), _work()
+
+
+def _work() -> tuple[Work, ...]:
+    fields = [field.name for field in dataclasses.fields(Work)]
+    return tuple(Work(**{name: getattr(job, name) for name in fields}) for job in jobs.job_views(only_open=True))
 
 
 async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard:
@@ -116,7 +134,7 @@ async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard
         return EngineCard(engine, (), None)
     try:
         async with asyncio.timeout(SLOT_POLL_TIMEOUT_S):
-            slots = await EngineClient(engine.base_url).slots()
+            slots = await EngineClient(engine.base_url, engine.secret).slots()
     except (EngineUnreachable, TimeoutError):
         # Not an error of ours: the head notices a dead engine by itself, the page shows how old its cells are.
         if old is None or not old.cells or old.engine.epoch != engine.epoch:
@@ -153,8 +171,11 @@ def sample_of(taken_at: datetime, cards: list[EngineCard]) -> Sample:
     )
 
 
-def attention_of(hosts: tuple[HostView, ...], engines: tuple[EngineView, ...]) -> tuple[Attention, ...]:
+def attention_of(
+    hosts: tuple[HostView, ...], engines: tuple[EngineView, ...], stores: tuple[StoreView, ...] = ()
+) -> tuple[Attention, ...]:
     """What wants a decision, failures first; empty when all is well."""
+    hosts = tuple(host for host in hosts if host.duty != "retired")
     lost = {host.id for host in hosts if host.state == "lost"}
     found = [
         Attention(
@@ -170,16 +191,23 @@ def attention_of(hosts: tuple[HostView, ...], engines: tuple[EngineView, ...]) -
         if engine.state == "failed":
             hint = "Correct the cause, then set the engine to running again in the admin."
             found.append(Attention("failure", f"Engine {engine.name}", engine.last_error or "failed.", hint))
+    names = {host.id: host.name for host in hosts}
+    for store in stores:
+        # The first failure is no news: it is started again at once.
+        if store.state in ("failed", "unhealthy") and store.restarts > 1 and store.host_id not in lost:
+            hint = "It is started again after a pause; until then conversations are computed anew. Its log: store/store.log."
+            subject = f"Store of {names.get(store.host_id, 'a host')}"
+            found.append(Attention("warning", subject, store.last_error or "does not come up.", hint))
     for engine in engines:
         if engine.state == "unhealthy" and engine.host_id not in lost:
             hint = "It is asked again every few seconds, and restarted if it stays silent."
             message = engine.last_error or "does not answer its health check."
             found.append(Attention("warning", f"Engine {engine.name}", message, hint))
-    return tuple(found)
+    return (*found, *(one for host in hosts if host.id not in lost for one in host_warnings(host)))
 
 
 # Where an engine listens is nobody's business in a browser.
-_PRIVATE_FIELDS = frozenset({"base_url"})
+_PRIVATE_FIELDS = frozenset({"base_url", "secret", "address"})
 
 
 def to_wire(value: Any) -> Any:

@@ -104,6 +104,7 @@ class SiteServer(daphne.server.Server):
 
     async def _end_applications(self) -> None:
         from engines.client import close_client_session
+        from sessions.relay import lease_desk
         from sessions.stream_desk import stream_desk
         from sessions.turn import wait_for_writes
 
@@ -123,6 +124,7 @@ class SiteServer(daphne.server.Server):
                 application.cancel()
         await stream_desk().close()
         await wait_for_writes(STOP_CANCEL_S)
+        await lease_desk().close(STOP_CANCEL_S)
         await close_client_session()
 
 

@@ -8,7 +8,9 @@ from django.templatetags.static import static
 
 from engines.browser_guard import is_loopback
 from hydra_site import addresses, env
+from hydra_site.joinable import why_not_joinable
 from hydra_site.supervisor.home import Home
+from hydra_site.supervisor.joined import Joined
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -18,9 +20,17 @@ _home.create()
 HYDRA_HOME = _home.root
 HYDRA_BIND = env.address("HYDRA_BIND")
 HYDRA_PORT = env.port("HYDRA_PORT")
-HYDRA_HOST_NAME = env.host_name()
+_joined = Joined.of(_home)
+HYDRA_HOST_NAME = _joined.host_name if _joined else env.host_name()
+HYDRA_ENGINE_HOST = _joined.address if _joined else env.engine_host()
+# Why other machines cannot join, or "".
+HYDRA_NOT_JOINABLE = why_not_joinable(env.database_url(), env.broker_url())
 HYDRA_MAX_BODY_BYTES = env.count("HYDRA_MAX_BODY_BYTES", minimum=1)
 HYDRA_SOURCE_URL = env.text("HYDRA_SOURCE_URL")
+HYDRA_STORE_BYTES = env.store_bytes()
+HYDRA_STORE_DISK_BYTES = env.count("HYDRA_STORE_DISK_BYTES")
+HYDRA_SESSION_RETENTION_DAYS = env.session_retention_days()
+HYDRA_LOG_LEVEL = env.log_level()
 
 DEBUG = False
 SECRET_KEY = _home.secrets().django_secret_key
@@ -94,7 +104,15 @@ CHANNEL_LAYERS = (
 # Without a known broker nothing listens on this port, and whoever sends gets an error at once.
 CELERY_BROKER_URL = _broker_url or "redis://127.0.0.1:1/0"
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-CELERY_BROKER_TRANSPORT_OPTIONS = {"socket_connect_timeout": 3, "socket_timeout": 15, "socket_keepalive": True}
+# Messages that a worker has taken and not finished lie under keys of its own host: a broker user can reach no other's.
+CELERY_BROKER_TRANSPORT_OPTIONS = {
+    "socket_connect_timeout": 3,
+    "socket_timeout": 15,
+    "socket_keepalive": True,
+    "unacked_key": f"unacked.{HYDRA_HOST_NAME}.messages",
+    "unacked_index_key": f"unacked.{HYDRA_HOST_NAME}.index",
+    "unacked_mutex_key": f"unacked.{HYDRA_HOST_NAME}.mutex",
+}
 CELERY_TASK_PUBLISH_RETRY_POLICY = {"max_retries": 2, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 0.5}
 CELERY_TASK_SERIALIZER = "json"
 CELERY_ACCEPT_CONTENT = ["json"]
@@ -107,7 +125,15 @@ CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
 CELERY_BEAT_SCHEDULE = {
     "probe-hosts": {"task": "engines.tasks.probe_hosts", "schedule": 5.0, "options": {"expires": 5}},
     "reconcile": {"task": "engines.tasks.reconcile", "schedule": 5.0, "options": {"expires": 5}},
-    "sweep-hosts": {"task": "pools.tasks.sweep_hosts", "schedule": 5.0, "options": {"expires": 5}},
+    "sweep-hosts": {"task": "pools.tasks.sweep_hosts", "schedule": 2.0, "options": {"expires": 2}},
+    "sweep-reservations": {"task": "pools.tasks.sweep_reservations", "schedule": 10.0, "options": {"expires": 10}},
+    "sweep-minutes": {"task": "pools.tasks.sweep_minutes", "schedule": 600.0, "options": {"expires": 600}},
+    "broker-users": {"task": "hydra_site.tasks.restore_broker_users", "schedule": 15.0, "options": {"expires": 15}},
+    "retirements": {"task": "hydra_site.tasks.finish_retirements", "schedule": 5.0, "options": {"expires": 5}},
+    "sweep-stores": {"task": "sessions.tasks.sweep_stores", "schedule": 15.0, "options": {"expires": 15}},
+    "expire-sessions": {"task": "sessions.tasks.expire_sessions", "schedule": 600.0, "options": {"expires": 600}},
+    "sweep-jobs": {"task": "pools.tasks.sweep_jobs", "schedule": 20.0, "options": {"expires": 20}},
+    "sweep-leases": {"task": "sessions.tasks.sweep_leases", "schedule": 30.0, "options": {"expires": 30}},
     "sweep-turns": {"task": "sessions.tasks.sweep_turns", "schedule": 300.0, "options": {"expires": 300}},
 }
 
@@ -171,7 +197,7 @@ LOGGING = {
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["stderr"], "level": env.log_level()},
+    "root": {"handlers": ["stderr"], "level": HYDRA_LOG_LEVEL},
     "loggers": {
         # Django's own handlers would write each line twice, or mail it.
         "django": {"handlers": [], "level": "INFO", "propagate": True},

@@ -3,11 +3,12 @@
 from django.contrib import admin
 from django.urls import include, path
 
-from hydra_site import health
+from hydra_site import health, joining
 from sessions.api.urls import root_urlpatterns
 
 urlpatterns = [
     path("v1/health", health.health),
+    path("v1/hosts/join", joining.join),
     path("v1/", include("sessions.api.urls")),
     *root_urlpatterns,
     path("health", health.health),

@@ -1,4 +1,4 @@
-"""Hosts, devices and models in the admin. What a probe reads or a file says is shown, not edited."""
+"""Models in the admin. What a file says is shown, not edited. Hosts stand in host_admin, jobs in job_admin."""
 
 from typing import Any
 
@@ -7,23 +7,19 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 from unfold.admin import ModelAdmin, TabularInline
 
-from pools import services
-from pools.models import Gpu, Host, Model, Variant
+from pools import host_admin, job_admin, services
+from pools.fit_table import fit_table
+from pools.host_admin import ReadOnlyAdmin
+from pools.models import Model, Variant
+
+__all__ = ["host_admin", "job_admin"]  # registers its pages by being imported
 
 
-class ReadOnlyAdmin(ModelAdmin):
-    """Rows that processes write: to be looked at, and deleted when they are of no use any more."""
+class VariantInline(TabularInline):
+    """The quants of a model, as files."""
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-
-class GpuInline(TabularInline):
-    model = Gpu
-    fields = ["kind", "index", "name", "arch", "memory_total_bytes", "memory_used_bytes", "last_seen_at"]
+    model = Variant
+    fields = ["quantization", "filename", "size_bytes", "source", "is_verified", "content_digest"]
     readonly_fields = fields
     extra = 0
     can_delete = False
@@ -32,40 +28,29 @@ class GpuInline(TabularInline):
         return False
 
 
-@admin.register(Host)
-class HostAdmin(ReadOnlyAdmin):
-    list_display = ["name", "state", "cpu_model", "cpu_count", "memory_available_bytes", "load_1m", "last_seen_at"]
-    list_filter = ["state"]
-    search_fields = ["name"]
-    inlines = [GpuInline]
-
-
-@admin.register(Gpu)
-class GpuAdmin(ReadOnlyAdmin):
-    list_display = [
-        "__str__",
-        "name",
-        "arch",
-        "memory_total_bytes",
-        "memory_used_bytes",
-        "temperature_c",
-        "last_seen_at",
-    ]
-    list_filter = ["kind", "arch", "host"]
-    search_fields = ["name", "uuid"]
-    list_select_related = ["host"]
-
-
 @admin.register(Model)
 class ModelAdminPage(ModelAdmin):
-    list_display = ["name", "display_name", "is_default", "pooling", "speculation", "context_tokens", "created_at"]
+    list_display = ["name", "display_name", "is_default", "tags", "speculation", "shares_kv_family", "context_tokens"]
+    inlines = [VariantInline]
     list_filter = ["is_default", "pooling"]
     search_fields = ["name", "display_name"]
-    readonly_fields = ["name", "is_default", "context_tokens", "created_at"]
+    readonly_fields = ["name", "is_default", "context_tokens", "created_at", "where_it_fits"]
     actions = ["make_default"]
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
+        return super().get_queryset(request).prefetch_related("variants")
+
+    @admin.display(description="tags")
+    def tags(self, model: Model) -> str:
+        variants = list(model.variants.all())
+        return ", ".join(services.model_tags(model, variants[-1].header if variants else {}))
+
+    @admin.display(description="where it fits now")
+    def where_it_fits(self, model: Model) -> str:
+        return fit_table(model.name)
 
     @admin.action(description="Serve requests that name no model with this one")
     def make_default(self, request: HttpRequest, chosen: QuerySet[Model]) -> None:
@@ -85,12 +70,15 @@ class ModelAdminPage(ModelAdmin):
             pooling=obj.pooling,
             speculation=obj.speculation,
             projector_path=obj.projector_path,
+            kv_family=obj.kv_family,
+            shares_kv_family=obj.shares_kv_family,
+            loading=services.LoadingChoices.of(obj),
         )
 
 
 @admin.register(Variant)
 class VariantAdmin(ReadOnlyAdmin):
-    list_display = ["__str__", "filename", "architecture", "size_bytes", "parameter_count", "context_train_tokens"]
+    list_display = ["__str__", "filename", "architecture", "size_bytes", "is_verified", "source"]
     list_filter = ["architecture", "quantization", "model"]
     search_fields = ["filename", "content_digest", "model__name"]
     list_select_related = ["model"]

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -27,6 +28,7 @@ from pools.wheel_download import BytesDone, download_wheel
 
 LOCK_WAIT_S = 1800.0
 LOCK_POLL_S = 0.2
+MAX_NAME_CHARS = 128
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ def inspect(path: Path, models_dir: Path, on_progress: Progress | None = None) -
     if not (header.parameter_count and header.layer_count and header.vocab_size and header.tokenizer):
         raise GgufInvalid(f"{resolved} holds no language model (layers, weights and a tokenizer are needed)")
     return InspectedModel(header, content_digest(resolved, models_dir, on_progress))
+
+
+def own_name(header: GgufHeader) -> str:
+    """A model name out of what the file calls itself, else out of its file name: lower case, dashes for blanks."""
+    own = header.name or header.path.stem
+    return re.sub(r"[^a-z0-9._-]+", "-", own.lower()).strip("-.")[:MAX_NAME_CHARS] or "model"
 
 
 def _is_proven(path: Path, entry: CatalogueEntry, models_dir: Path) -> bool:

@@ -8,6 +8,42 @@ class HostState(models.TextChoices):
     LOST = "lost", "lost"
 
 
+class HostDuty(models.TextChoices):
+    """What people want of a host, apart from whether it is there: `state` says that.
+
+    active ⇄ draining; active or draining → retiring → retired. Only joining again leads back from there.
+    """
+
+    ACTIVE = "active", "serves"
+    DRAINING = "draining", "finishes what it has and takes nothing new"
+    RETIRING = "retiring", "leaves once its engines are stopped"
+    RETIRED = "retired", "has left"
+
+
+# Hosts whose engines are brought to an end.
+LEAVING = (HostDuty.DRAINING, HostDuty.RETIRING, HostDuty.RETIRED)
+
+
+class JobKind(models.TextChoices):
+    """Work that takes minutes or hours and belongs to one host."""
+
+    BUILD = "build", "native build"
+    DOWNLOAD = "download", "download"
+
+
+class JobState(models.TextChoices):
+    """queued → running → done, failed or cancelled; back to queued when its head stops meanwhile."""
+
+    QUEUED = "queued", "waits"
+    RUNNING = "running", "runs"
+    DONE = "done", "done"
+    FAILED = "failed", "failed"
+    CANCELLED = "cancelled", "cancelled"
+
+
+OPEN_JOBS = (JobState.QUEUED, JobState.RUNNING)
+
+
 class GpuKind(models.TextChoices):
     CPU = "cpu", "CPU"
     CUDA = "cuda", "CUDA"
@@ -20,6 +56,15 @@ class Speculation(models.TextChoices):
     MTP = "mtp", "the model's own draft head"
     LOOKUP = "lookup", "what followed earlier in the text"
     AUTO = "auto", "the head if there is one, else lookup"
+
+
+class KvType(models.TextChoices):
+    """In which form a model's engines keep keys and values; the names are llama.cpp's."""
+
+    F16 = "f16", "f16"
+    Q8_0 = "q8_0", "q8_0: half of it, hardly any loss"
+    Q5_1 = "q5_1", "q5_1"
+    Q4_0 = "q4_0", "q4_0: a quarter of it, some loss"
 
 
 class Pooling(models.TextChoices):

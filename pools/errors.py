@@ -1,11 +1,21 @@
 """What can go wrong with models and hardware, by what the caller does next.
 
 PoolError
+├── Reserved                  somebody else has it exclusively: try again later
+├── HostUnknown               no host has that name
+├── JoinError                 a machine cannot join the pool
+│   ├── JoinTokenInvalid      unknown, used or expired: make another one
+│   ├── HostNameTaken         a host of that name is here and lives: choose another name
+│   ├── ReleaseDiffers        it knows other tables than the site: bring both to one release
+│   ├── PoolNotJoinable       the site's servers cannot be reached from elsewhere: set outside ones
+│   └── AccessNotGranted      PostgreSQL or the broker did not let the site make a role: give it the right
 └── CatalogueError            a model cannot be named, fetched or read
     ├── ModelUnknown          the catalogue has no such name: choose another
     ├── ModelFileUnreadable   no regular, readable, stable file at that path: fix the path
     ├── GgufInvalid           the file is no GGUF that an engine could load: get another file
-    ├── DownloadFailed        the package index did not deliver: try again
+    ├── ReferenceUnusable     the text names no model file: name it otherwise
+    ├── HubFileUnknown        the hub has no such repository or file, or gives it to members only: choose another
+    ├── DownloadFailed        the package index or the hub did not deliver: try again
     ├── DigestMismatch        it delivered other bytes than the pinned ones: do not use them
     └── DiskFull              no room: free `bytes_needed` and try again
 """
@@ -29,6 +39,71 @@ class PoolError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+class Reserved(PoolError):
+    """Somebody else has it exclusively."""
+
+    code = "reserved"
+    http_status = 409
+    retryable = True
+    hint = "Try again when that is done; a reservation whose owner died ends by itself."
+
+
+class HostUnknown(PoolError):
+    """No host of the pool has this name."""
+
+    code = "host_unknown"
+    http_status = 404
+    hint = "The dashboard and the admin list the hosts."
+
+
+class JoinError(PoolError):
+    """A machine cannot join the pool."""
+
+    code = "join_failed"
+    http_status = 409
+    hint = "Look at the message."
+
+
+class JoinTokenInvalid(JoinError):
+    """No such token, or it was used, or its time is over. Which of these it is, is not told."""
+
+    code = "join_token_invalid"
+    http_status = 401
+    hint = "Make another token in the admin, or with `manage.py jointoken create` on the site's machine."
+
+
+class HostNameTaken(JoinError):
+    """A host of this name belongs to the pool and is alive."""
+
+    code = "host_name_taken"
+    hint = "Give this machine another name with --name, or stop the other one and wait until it is seen lost."
+
+
+class ReleaseDiffers(JoinError):
+    """The machine that wants to join knows other tables than the site."""
+
+    code = "release_differs"
+    hint = "Bring the site and this machine to the same release."
+
+
+class PoolNotJoinable(JoinError):
+    """The site's PostgreSQL or its broker cannot be reached from other machines."""
+
+    code = "pool_not_joinable"
+    hint = (
+        "Run an outside PostgreSQL and Valkey or Redis that other machines reach, and start the site with DATABASE_URL and "
+        "BROKER_URL set to them: docs/many-hosts.md."
+    )
+
+
+class AccessNotGranted(JoinError):
+    """PostgreSQL or the broker did not let the site make a role or a user for the host."""
+
+    code = "access_not_granted"
+    http_status = 502
+    hint = "The site's own role needs CREATEROLE, its broker user the ACL commands: docs/many-hosts.md."
 
 
 class CatalogueError(PoolError):
@@ -65,6 +140,22 @@ class GgufInvalid(CatalogueError):
     code = "gguf_invalid"
     http_status = 400
     hint = "Fetch the file again, or use a complete single-file GGUF (version 2 or 3, little-endian)."
+
+
+class ReferenceUnusable(CatalogueError):
+    """The text names no model file."""
+
+    code = "reference_unusable"
+    http_status = 400
+    hint = "Name it as hf:owner/repository/file.gguf, as a URL, as a path, or by a name of the catalogue."
+
+
+class HubFileUnknown(CatalogueError):
+    """The hub has no such repository, revision or file, or does not give it to everybody."""
+
+    code = "hub_file_unknown"
+    http_status = 404
+    hint = "Look at the repository's page for the file's exact name; a private or gated one needs HF_TOKEN."
 
 
 class DownloadFailed(CatalogueError):

@@ -16,7 +16,7 @@ from django.db import transaction
 from redis.exceptions import RedisError
 
 GROUP = "pool"
-EVENT_TYPES = ("host", "model", "engine", "chat")
+EVENT_TYPES = ("host", "model", "engine", "chat", "job")
 SEND_TIMEOUT_S = 2.0
 LOG_INTERVAL_S = 60.0
 

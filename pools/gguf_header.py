@@ -12,6 +12,7 @@ import gguf
 
 from pools.errors import GgufInvalid
 from pools.gguf_reader import ArrayValue, GgufFront, read_front, type_name
+from pools.gguf_weights import WeightSizes, weight_sizes
 
 LAYER_LIMIT = 4096  # loaders stop at 512; keeps work per layer bounded for a hostile file
 _INT_LIMIT = 2**31 - 1
@@ -68,6 +69,8 @@ class GgufHeader:
     ssm: SsmGeometry
     caches_values: bool  # False where the value cache is folded into the key cache (latent attention)
     pooling: str = ""  # mean, cls, last or rank for a model that embeds or scores; "" for one that generates
+    feed_forward_length: int = 0  # of an expert where the model has experts
+    weights: WeightSizes | None = None
 
     @property
     def is_hybrid(self) -> bool:
@@ -192,6 +195,8 @@ def _header(path: Path, front: GgufFront) -> GgufHeader:
         ssm=_ssm_geometry(facts),
         caches_values=facts.of_model("attention.key_length_mla") == 0,
         pooling=_POOLING_TYPES.get(facts.of_model("pooling_type"), ""),
+        feed_forward_length=facts.of_model("expert_feed_forward_length", facts.of_model("feed_forward_length")),
+        weights=weight_sizes(front.tensors, block_count),
     )
 
 

@@ -3,18 +3,35 @@
 from typing import Any
 
 from django.core.exceptions import ValidationError
+from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
+from django.db.models.functions import Now
 
 from pools.chat_template import MAX_TEMPLATE_CHARS, TemplateUnreadable, template_abilities
-from pools.choices import GpuKind, HostState, Pooling, Speculation
+from pools.choices import OPEN_JOBS, GpuKind, HostDuty, HostState, JobKind, JobState, KvType, Pooling, Speculation
 from pools.generation_defaults import GenerationDefaults
 
 
 class Host(models.Model):
-    """A machine of the pool, as its head last described it. `agent_epoch` grows each time the host (re)joins."""
+    """A machine of the pool, as its head last described it. `agent_epoch` grows each time the host (re)joins.
+
+    `state` says whether it is heard of, `duty` what is wanted of it. `address` is where its engines and its store listen.
+    `version` and `schema` are its release (`pools.release`). `clock_offset_s` is its clock less the database's.
+    `problem` and `problem_hint` say what is wrong with its devices as a whole.
+    """
 
     name = models.SlugField(max_length=63, unique=True)
     state = models.CharField(max_length=8, choices=HostState.choices, default=HostState.UP)
+    duty = models.CharField(max_length=8, choices=HostDuty.choices, default=HostDuty.ACTIVE)
+    duty_since = models.DateTimeField(null=True, blank=True)
+    address = models.CharField(max_length=64, default="127.0.0.1")
+    version = models.CharField(max_length=64, blank=True)
+    schema = models.CharField(max_length=16, blank=True)
+    clock_offset_s = models.FloatField(null=True, blank=True)
+    driver_version = models.CharField(max_length=32, blank=True)
+    cuda_version = models.CharField(max_length=16, blank=True, help_text="The newest CUDA that the driver can run.")
+    problem = models.CharField(max_length=300, blank=True)
+    problem_hint = models.CharField(max_length=300, blank=True)
     cpu_model = models.CharField(max_length=200, blank=True)
     cpu_count = models.PositiveIntegerField(default=0)
     memory_total_bytes = models.BigIntegerField(default=0)
@@ -31,7 +48,11 @@ class Host(models.Model):
 
 
 class Gpu(models.Model):
-    """A device of a host that an engine can be placed on. The host's CPU is one, with the host's memory as its own."""
+    """A device of a host that an engine can be placed on. The host's CPU is one, with the host's memory as its own.
+
+    What a device does not tell is null. While `problem` says that it cannot be read, its numbers are those of `last_seen_at`.
+    `processes` are those that hold its memory: a list of {"pid", "name", "memory_bytes"}.
+    """
 
     host = models.ForeignKey(Host, on_delete=models.CASCADE, related_name="gpus")
     kind = models.CharField(max_length=8, choices=GpuKind.choices)
@@ -40,10 +61,25 @@ class Gpu(models.Model):
     name = models.CharField(max_length=200)
     arch = models.CharField(max_length=32, help_text="What code must be built for: sm_90, x86-64.")
     memory_total_bytes = models.BigIntegerField(default=0)
-    memory_used_bytes = models.BigIntegerField(default=0)
+    memory_used_bytes = models.BigIntegerField(null=True, blank=True)
     temperature_c = models.FloatField(null=True, blank=True)
     utilization_percent = models.FloatField(null=True, blank=True)
     power_w = models.FloatField(null=True, blank=True)
+    power_limit_w = models.FloatField(null=True, blank=True)
+    clock_mhz = models.PositiveIntegerField(null=True, blank=True)
+    clock_max_mhz = models.PositiveIntegerField(null=True, blank=True)
+    pcie_generation = models.PositiveSmallIntegerField(null=True, blank=True)
+    pcie_generation_max = models.PositiveSmallIntegerField(null=True, blank=True)
+    pcie_width = models.PositiveSmallIntegerField(null=True, blank=True)
+    pcie_width_max = models.PositiveSmallIntegerField(null=True, blank=True)
+    processes = models.JSONField(default=list, blank=True)
+    memory_limit_bytes = models.BigIntegerField(
+        default=0,
+        validators=[MinValueValidator(0)],
+        help_text="What engines may take of it together, for those started on demand; 0: all that is free.",
+    )
+    problem = models.CharField(max_length=300, blank=True)
+    problem_hint = models.CharField(max_length=300, blank=True)
     last_seen_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
@@ -53,6 +89,84 @@ class Gpu(models.Model):
 
     def __str__(self) -> str:
         return f"{self.host.name}/{self.kind}{self.index}"
+
+
+class GpuMinute(models.Model):
+    """What a device did in one minute, out of its samples of every second; kept for `host_services.KEPT_MINUTES`."""
+
+    gpu = models.ForeignKey(Gpu, on_delete=models.CASCADE, related_name="minutes")
+    began_at = models.DateTimeField()
+    samples = models.PositiveSmallIntegerField()
+    utilization_mean_percent = models.FloatField(null=True)
+    utilization_max_percent = models.FloatField(null=True)
+    memory_used_max_bytes = models.BigIntegerField(null=True)
+    temperature_max_c = models.FloatField(null=True)
+    power_mean_w = models.FloatField(null=True)
+    power_max_w = models.FloatField(null=True)
+
+    class Meta:
+        ordering = ["gpu", "-began_at"]
+        constraints = [models.UniqueConstraint(fields=["gpu", "began_at"], name="one_row_per_gpu_and_minute")]
+        indexes = [models.Index(fields=["began_at"], name="gpu_minutes_by_time")]
+
+    def __str__(self) -> str:
+        return f"{self.gpu_id} {self.began_at:%Y-%m-%d %H:%M}"
+
+
+class JoinToken(models.Model):
+    """Lets one machine join the pool once. Only its SHA-256 digest is kept; `prefix` is what it is told apart by."""
+
+    digest = models.CharField(max_length=64, unique=True)
+    prefix = models.CharField(max_length=16)
+    note = models.CharField(max_length=100, blank=True, help_text="What it is for.")
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()
+    used_at = models.DateTimeField(null=True, blank=True)
+    used_by = models.ForeignKey(Host, on_delete=models.SET_NULL, null=True, blank=True, related_name="join_tokens")
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return f"{self.prefix}…"
+
+
+class HostAccess(models.Model):
+    """The database role and the broker's user that were made for a joined host, without their passwords.
+
+    The broker forgets its users when it restarts without an ACL file; the digest is what makes them again.
+    """
+
+    host = models.OneToOneField(Host, on_delete=models.CASCADE, related_name="access")
+    database_role = models.CharField(max_length=63)
+    broker_user = models.CharField(max_length=63)
+    broker_password_digest = models.CharField(max_length=64)
+    granted_at = models.DateTimeField()
+
+    class Meta:
+        verbose_name_plural = "host accesses"
+
+    def __str__(self) -> str:
+        return self.database_role
+
+
+class Reservation(models.Model):
+    """Something exclusive, and who has it until when. Each owner gets a row of its own, so the key grows and fences old ones.
+
+    `pools.reservation` reads and writes it; times are those of the database's clock.
+    """
+
+    resource = models.CharField(max_length=128, unique=True)
+    owner = models.CharField(max_length=128, db_index=True)
+    purpose = models.CharField(max_length=200, blank=True)
+    reserved_at = models.DateTimeField()
+    expires_at = models.DateTimeField(db_index=True)
+
+    class Meta:
+        ordering = ["resource"]
+
+    def __str__(self) -> str:
+        return f"{self.resource} by {self.owner}"
 
 
 def check_generation_defaults(value: Any) -> None:
@@ -110,6 +224,36 @@ class Model(models.Model):
         choices=Speculation.choices,
         help_text="Who drafts tokens for its engines. On a hybrid model drafts take memory. Read at an engine's start.",
     )
+    kv_family = models.CharField(
+        max_length=64,
+        blank=True,
+        validators=[RegexValidator(r"^[\w.-]*$", "Letters, digits, '.', '_' and '-' only.")],
+        help_text="A name for quants of this model that are near enough to read each other's KV. Declared by the catalogue.",
+    )
+    shares_kv_family = models.BooleanField(
+        default=False,
+        verbose_name="share KV within the family",
+        help_text="Let engines of different quants of it take over each other's KV, at some loss. Read at an engine's start.",
+    )
+    load_on_demand = models.BooleanField(
+        default=True, help_text="A request that finds no engine of it has one started where it fits."
+    )
+    pinned = models.BooleanField(
+        default=False, help_text="Its engines stay loaded: they make way for no other model, however idle."
+    )
+    idle_unload_s = models.PositiveIntegerField(
+        default=0, help_text="Seconds without a request after which its engines are unloaded; 0: never."
+    )
+    load_slots = models.PositiveSmallIntegerField(
+        default=0,
+        validators=[MaxValueValidator(64)],
+        help_text="Slots of an engine that is started on demand; 0: the usual number, fewer if only they fit.",
+    )
+    load_context_tokens = models.PositiveIntegerField(
+        default=0, help_text="Tokens of one request there; 0: as usual, fewer if only they fit."
+    )
+    kv_type_k = models.CharField(max_length=8, default=KvType.F16, choices=KvType.choices, verbose_name="K cache")
+    kv_type_v = models.CharField(max_length=8, default=KvType.F16, choices=KvType.choices, verbose_name="V cache")
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
@@ -137,6 +281,14 @@ class Variant(models.Model):
     parameter_count = models.BigIntegerField(default=0)
     context_train_tokens = models.PositiveIntegerField(default=0)
     header = models.JSONField(default=dict)
+    source = models.CharField(
+        max_length=2048,
+        blank=True,
+        help_text="Where it was fetched from: hf:owner/repository/file.gguf@commit, or a URL.",
+    )
+    is_verified = models.BooleanField(
+        default=False, help_text="Its SHA-256 is the one that its source or the catalogue told beforehand."
+    )
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
@@ -145,3 +297,59 @@ class Variant(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model.name} {self.quantization}"
+
+
+class VariantFile(models.Model):
+    """Where a variant's file lies on one host; a variant's own `path` is that of the host that had it first."""
+
+    variant = models.ForeignKey(Variant, on_delete=models.CASCADE, related_name="files")
+    host = models.ForeignKey(Host, on_delete=models.CASCADE, related_name="variant_files")
+    path = models.CharField(max_length=4096)
+    checked_at = models.DateTimeField(help_text="When its SHA-256 was last known to be the variant's.")
+
+    class Meta:
+        ordering = ["variant", "host"]
+        constraints = [models.UniqueConstraint(fields=["variant", "host"], name="one_file_per_variant_and_host")]
+
+    def __str__(self) -> str:
+        return f"{self.variant_id} on {self.host_id}"
+
+
+class Job(models.Model):
+    """Work that takes long, on one host's slow queue: a native build, or a download. `pools.jobs` writes it.
+
+    `subject` says what: architectures ("sm_86 sm_120"), or a reference ("hf:owner/repository/file.gguf"). `name` is the model's
+    that a download is for ("": the file's own). `done` of `total` counts steps of a build, bytes of a download; `seen_at` is when
+    its process last told. Times are those of the database's clock.
+    """
+
+    host = models.ForeignKey(Host, on_delete=models.CASCADE, related_name="jobs")
+    kind = models.CharField(max_length=8, choices=JobKind.choices)
+    subject = models.CharField(max_length=600)
+    name = models.CharField(max_length=128, blank=True)
+    state = models.CharField(max_length=9, choices=JobState.choices, default=JobState.QUEUED)
+    stage = models.CharField(max_length=40, blank=True)
+    done = models.BigIntegerField(default=0)
+    total = models.BigIntegerField(default=0)
+    attempts = models.PositiveSmallIntegerField(default=0)
+    message = models.TextField(blank=True)
+    hint = models.CharField(max_length=500, blank=True)
+    result = models.JSONField(default=dict, blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+    sent_at = models.DateTimeField(null=True, blank=True)
+    started_at = models.DateTimeField(null=True, blank=True)
+    seen_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-pk"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["host", "kind", "subject"],
+                condition=models.Q(state__in=OPEN_JOBS),
+                name="one_open_job_per_host_and_subject",
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.get_kind_display()} {self.subject}"

@@ -3,53 +3,47 @@
 A CPU counts as one device of its host, with the host's memory as its own, so that an engine always has a device to name.
 """
 
-import logging
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pynvml
 
-logger = logging.getLogger(__name__)
+from pools.nvml import NvmlSession
+from pools.readings import GpuReading, HostReading, Inventory
+
+__all__ = ["GpuReading", "HostReading", "Inventory", "read_gpus", "read_host", "read_inventory"]
 
 _ARCH_NAMES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "arm64"}
-MAX_GPUS = 64
+# The names under which Linux lists a processor's own sensor.
+_CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 
 
-@dataclass(frozen=True)
-class HostReading:
-    """A machine at one moment. `cpu_count` counts the cores that this process may use."""
-
-    cpu_model: str
-    cpu_count: int
-    memory_total_bytes: int
-    memory_available_bytes: int
-    load_1m: float
-
-
-@dataclass(frozen=True)
-class GpuReading:
-    """A device at one moment; None where it does not tell."""
-
-    kind: str
-    index: int
-    uuid: str
-    name: str
-    arch: str
-    memory_total_bytes: int
-    memory_used_bytes: int
-    temperature_c: float | None
-    utilization_percent: float | None
-    power_w: float | None
+def read_inventory() -> Inventory:
+    """This machine with every device: its CPU first, then the CUDA cards in NVML's order (none without a driver)."""
+    cards = _nvml().read()
+    host = _host_reading(cards.driver_version, cards.cuda_version, cards.problem, cards.problem_hint)
+    return Inventory(host, (_read_cpu(), *cards.gpus), cards.unreadable)
 
 
 def read_host() -> HostReading:
     """This machine as it is now."""
+    return read_inventory().host
+
+
+def read_gpus() -> list[GpuReading]:
+    """Every device of this machine that answers."""
+    return list(read_inventory().gpus)
+
+
+@cache
+def _nvml() -> NvmlSession:
+    return NvmlSession()
+
+
+def _host_reading(driver_version: str, cuda_version: str, problem: str, problem_hint: str) -> HostReading:
     memory = psutil.virtual_memory()
     return HostReading(
         cpu_model=_cpu_model(),
@@ -57,14 +51,14 @@ def read_host() -> HostReading:
         memory_total_bytes=memory.total,
         memory_available_bytes=memory.available,
         load_1m=os.getloadavg()[0],
+        driver_version=driver_version,
+        cuda_version=cuda_version,
+        problem=problem,
+        problem_hint=problem_hint,
     )
 
 
-def read_gpus() -> list[GpuReading]:
-    """Every device of this machine: its CPU first, then the CUDA cards in NVML's order (none without a driver)."""
-    return [_read_cpu(), *_read_cuda()]
-
-
+@cache
 def _cpu_model() -> str:
     return _named_cpu(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")) or platform.machine()
 
@@ -82,6 +76,7 @@ def _named_cpu(cpuinfo: str) -> str:
 def _read_cpu() -> GpuReading:
     memory = psutil.virtual_memory()
     machine = platform.machine()
+    clock = psutil.cpu_freq()
     return GpuReading(
         kind="cpu",
         index=0,
@@ -90,68 +85,38 @@ def _read_cpu() -> GpuReading:
         arch=_ARCH_NAMES.get(machine.lower(), machine),
         memory_total_bytes=memory.total,
         memory_used_bytes=memory.total - memory.available,
-        temperature_c=None,
-        # Since the last call in this process: no waiting, and the first answer is 0.
-        utilization_percent=psutil.cpu_percent(interval=None),
+        temperature_c=_cpu_temperature(),
+        utilization_percent=_cpu_meter.percent(),
         power_w=None,
+        clock_mhz=round(clock.current) if clock is not None and clock.current else None,
+        clock_max_mhz=round(clock.max) if clock is not None and clock.max else None,
     )
 
 
-@contextmanager
-def _nvml() -> Iterator[bool]:
-    """NVML for the duration of the block; yields False on a machine without NVIDIA's driver."""
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        pynvml.nvmlShutdown()
+class _CpuMeter:
+    """How busy the processor was since the last question of this process; None at the first one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: tuple[float, float] | None = None
+
+    def percent(self) -> float | None:
+        times = psutil.cpu_times()
+        idle_s = times.idle + getattr(times, "iowait", 0.0)
+        # A guest's time is counted in its host's as well.
+        total_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        with self._lock:
+            last, self._last = self._last, (idle_s, total_s)
+        if last is None or total_s <= last[1]:
+            return None
+        return round(100 * min(1.0, max(0.0, 1 - (idle_s - last[0]) / (total_s - last[1]))), 1)
 
 
-def _read_cuda() -> list[GpuReading]:
-    readings = []
-    with _nvml() as present:
-        if not present:
-            return []
-        for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
-            try:
-                readings.append(_read_card(index))
-            except pynvml.NVMLError as error:
-                # One fallen card must not hide the others.
-                logger.warning("GPU %d cannot be read: %s", index, error)
-    return readings
+_cpu_meter = _CpuMeter()
 
 
-def _read_card(index: int) -> GpuReading:
-    card = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(card)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(card)
-    power_mw = _optional(pynvml.nvmlDeviceGetPowerUsage, card)
-    utilization = _optional(pynvml.nvmlDeviceGetUtilizationRates, card)
-    return GpuReading(
-        kind="cuda",
-        index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(card)),
-        name=_text(pynvml.nvmlDeviceGetName(card)),
-        arch=f"sm_{major}{minor}",
-        memory_total_bytes=int(memory.total),
-        memory_used_bytes=int(memory.used),
-        temperature_c=_optional(pynvml.nvmlDeviceGetTemperature, card, pynvml.NVML_TEMPERATURE_GPU),
-        utilization_percent=None if utilization is None else float(utilization.gpu),
-        power_w=None if power_mw is None else power_mw / 1000,
-    )
-
-
-def _optional(read: Any, *args: Any) -> Any:
-    """What `read` answers, or None where the card does not support the question."""
-    try:
-        return read(*args)
-    except pynvml.NVMLError_NotSupported:
-        return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+def _cpu_temperature() -> float | None:
+    """The hottest of the processor's sensors; None on machines (and in containers) that show none."""
+    sensors = psutil.sensors_temperatures()
+    readings = [sensor.current for name in _CPU_SENSORS for sensor in sensors.get(name, ())]
+    return max(readings, default=None)

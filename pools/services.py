@@ -1,23 +1,74 @@
-"""The only writer of hosts, devices and models; and what other apps may ask about them, as frozen views."""
+"""The only writer of models and variants; and what other apps may ask about them, as frozen views.
+
+Hosts and devices are `pools.host_services`'; other apps reach both through this module.
+"""
 
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from django.db import transaction
-from django.db.models import F
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from pools.chat_template import TemplateUnreadable, template_abilities
-from pools.choices import HostState, Pooling, Speculation
+from pools.choices import Pooling, Speculation
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader
-from pools.models import Gpu, Host, Model, Variant
-from pools.probe import GpuReading, HostReading
+from pools.host_services import (
+    LOST_AFTER_S,
+    GpuView,
+    HostView,
+    change_duty,
+    cpu_of,
+    finish_retirement,
+    host_address,
+    host_names,
+    host_views,
+    join_host,
+    leaving_host_ages_s,
+    lost_host_names,
+    mark_lost_hosts,
+    record_beat,
+    record_probe,
+    retiring_hosts,
+)
+from pools.model_tags import tags
+from pools.models import Host, Model, Variant, VariantFile
 
-LOST_AFTER_S = 20.0
+__all__ = [
+    "LOST_AFTER_S",
+    "GpuView",
+    "HostView",
+    "LoadingChoices",
+    "ModelView",
+    "VariantView",
+    "change_duty",
+    "change_model",
+    "cpu_of",
+    "default_model_name",
+    "find_variant",
+    "finish_retirement",
+    "host_address",
+    "host_names",
+    "host_views",
+    "join_host",
+    "leaving_host_ages_s",
+    "lost_host_names",
+    "mark_lost_hosts",
+    "model_exists",
+    "model_views",
+    "record_beat",
+    "record_probe",
+    "register_gguf",
+    "retiring_hosts",
+    "set_default_model",
+    "set_projector",
+    "variant_paths",
+    "variant_source",
+]
+
 _HEADER_FIELDS_LEFT_OUT = ("path", "chat_template")
 
 
@@ -34,7 +85,8 @@ class VariantView:
 
 @dataclass(frozen=True)
 class ModelView:
-    """A model as pages and the API list it. Size, quantization, counts and `header` are those of its first variant, if any.
+    """A model as pages and the API list it. Size, quantization, counts and `header` are those of its newest variant, if any,
+    which is the one that `find_variant` gives to engines.
 
     `capabilities`: completion (with tools and reasoning where the chat template knows them, vision with a projector),
     embedding, or rerank.
@@ -52,94 +104,26 @@ class ModelView:
     context_train_tokens: int
     header: dict[str, Any]
     capabilities: tuple[str, ...]
+    tags: tuple[str, ...] = ()
+    kv_family: str = ""
+    shares_kv_family: bool = False
 
 
 @dataclass(frozen=True)
-class GpuView:
-    """A device with its last reading; None where it does not tell."""
+class LoadingChoices:
+    """When and how a model's engines are loaded and unloaded by themselves; see the fields of `Model`."""
 
-    id: int
-    kind: str
-    index: int
-    name: str
-    arch: str
-    memory_total_bytes: int
-    memory_used_bytes: int | None
-    temperature_c: float | None
-    utilization_percent: float | None
-    power_w: float | None
-    last_seen_at: datetime | None
+    load_on_demand: bool = True
+    pinned: bool = False
+    idle_unload_s: int = 0
+    load_slots: int = 0
+    load_context_tokens: int = 0
+    kv_type_k: str = "f16"
+    kv_type_v: str = "f16"
 
-
-@dataclass(frozen=True)
-class HostView:
-    """A host with its last reading and its devices, ordered by kind and index."""
-
-    id: int
-    name: str
-    state: str
-    cpu_model: str
-    cpu_count: int
-    memory_total_bytes: int
-    memory_available_bytes: int | None
-    load_1m: float | None
-    last_seen_at: datetime | None
-    gpus: tuple[GpuView, ...]
-
-
-def join_host(name: str) -> int:
-    """Make the host's row if it is missing, count its (re)joining in `agent_epoch`, and return its primary key."""
-    with transaction.atomic():
-        host, _ = Host.objects.get_or_create(name=name)
-        Host.objects.filter(pk=host.pk).update(
-            agent_epoch=F("agent_epoch") + 1, state=HostState.UP, last_seen_at=timezone.now()
-        )
-        publish_on_commit("host", host.pk)
-    return host.pk
-
-
-def record_probe(host_name: str, reading: HostReading, gpus: list[GpuReading]) -> int:
-    """Write what a probe read of a host and its devices; returns the host's primary key.
-
-    Devices that were not seen keep their last reading and its time: the page shows them as stale, not as zero.
-    """
-    now = timezone.now()
-    with transaction.atomic():
-        host, _ = Host.objects.update_or_create(
-            name=host_name, defaults={**asdict(reading), "state": HostState.UP, "last_seen_at": now}
-        )
-        for gpu in gpus:
-            values = {**asdict(gpu), "last_seen_at": now}
-            Gpu.objects.update_or_create(host=host, uuid=values.pop("uuid"), defaults=values)
-        publish_on_commit("host", host.pk)
-    return host.pk
-
-
-def mark_lost_hosts(older_than_s: float = LOST_AFTER_S) -> list[str]:
-    """Mark hosts that have not been heard of for `older_than_s` seconds as lost; returns the names of those it marked."""
-    limit = timezone.now() - timedelta(seconds=older_than_s)
-    lost = []
-    for pk, name in Host.objects.filter(state=HostState.UP, last_seen_at__lt=limit).values_list("pk", "name"):
-        with transaction.atomic():
-            if Host.objects.filter(pk=pk, state=HostState.UP, last_seen_at__lt=limit).update(state=HostState.LOST):
-                publish_on_commit("host", pk)
-                lost.append(name)
-    return lost
-
-
-def host_names() -> list[str]:
-    """The names of all hosts, lost ones included: only a probe brings one back."""
-    return list(Host.objects.values_list("name", flat=True))
-
-
-def lost_host_names() -> list[str]:
-    """The names of the hosts that are lost."""
-    return list(Host.objects.filter(state=HostState.LOST).values_list("name", flat=True))
-
-
-def cpu_of(host_name: str) -> tuple[int, int] | None:
-    """Primary keys of a host and its CPU device, or None before the first probe."""
-    return Gpu.objects.filter(host__name=host_name, kind="cpu").values_list("host_id", "pk").first()
+    @classmethod
+    def of(cls, model: Model) -> "LoadingChoices":
+        return cls(**{name: getattr(model, name) for name in cls.__dataclass_fields__})
 
 
 def register_gguf(
@@ -151,10 +135,15 @@ def register_gguf(
     display_name: str = "",
     defaults: GenerationDefaults | None = None,
     make_default: bool = False,
+    source: str = "",
+    is_verified: bool = False,
+    kv_family: str = "",
+    host_name: str = "",
 ) -> VariantView:
     """Write a model and its variant for the GGUF at `path`; the same content under the same name is written only once.
 
-    A file that moved gets its new path. The first model of a pool becomes the default even when not asked to.
+    A file that moved gets its new path. The first model of a pool becomes the default even when not asked to. With `host_name`,
+    the path counts for that host; others keep theirs. A source and a verification once known are kept.
     """
     context_train_tokens = header.context_train_tokens
     values = {
@@ -176,9 +165,18 @@ def register_gguf(
                 "generation_defaults": (defaults or GenerationDefaults()).as_dict(),
                 "pooling": header.pooling,
                 "speculation": Speculation.AUTO if header.nextn_layers else Speculation.NONE,
+                "kv_family": kv_family,
             },
         )
+        if kv_family:
+            Model.objects.filter(pk=model.pk, kv_family="").update(kv_family=kv_family)
+        if source:
+            values |= {"source": source, "is_verified": is_verified}
         variant, _ = Variant.objects.update_or_create(model=model, content_digest=content_digest, defaults=values)
+        if host := Host.objects.filter(name=host_name).first():
+            VariantFile.objects.update_or_create(
+                variant=variant, host=host, defaults={"path": str(path), "checked_at": Now()}
+            )
         if make_default or not Model.objects.filter(is_default=True).exists():
             _set_default(model.pk)
         publish_on_commit("model", model.pk)
@@ -205,14 +203,18 @@ def change_model(
     pooling: str,
     speculation: str,
     projector_path: str,
+    kv_family: str | None = None,
+    shares_kv_family: bool | None = None,
+    loading: LoadingChoices | None = None,
 ) -> bool:
     """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
 
-    Raises ValueError for defaults that cannot be used, an unknown pooling or speculation, or a template that cannot be read.
+    None leaves what it stands for as it is. Raises ValueError for defaults that cannot be used, an unknown pooling or
+    speculation, or a template that cannot be read.
     """
     if chat_template:
         template_abilities(chat_template)
-    values = {
+    values: dict[str, Any] = {
         "display_name": display_name,
         "generation_defaults": GenerationDefaults.from_dict(generation_defaults).as_dict(),
         "chat_template": chat_template,
@@ -220,11 +222,38 @@ def change_model(
         "speculation": Speculation(speculation),
         "projector_path": projector_path.strip(),
     }
+    if kv_family is not None:
+        values["kv_family"] = kv_family
+    if shares_kv_family is not None:
+        values["shares_kv_family"] = shares_kv_family
+    if loading is not None:
+        values |= asdict(loading)
     with transaction.atomic():
         changed = Model.objects.filter(pk=model_id).update(**values)
         if changed:
             publish_on_commit("model", model_id)
     return bool(changed)
+
+
+def set_projector(name: str, path: Path) -> bool:
+    """Let the engines of a model take in images through the projector at `path`; False when there is no such model."""
+    with transaction.atomic():
+        pk = Model.objects.filter(name=name).values_list("pk", flat=True).first()
+        if pk is None:
+            return False
+        Model.objects.filter(pk=pk).update(projector_path=str(path))
+        publish_on_commit("model", pk)
+    return True
+
+
+def variant_paths(host_name: str) -> dict[int, str]:
+    """Where variants lie on a host, by their primary keys; one that is not among them lies where its own row says, if at all."""
+    return dict(VariantFile.objects.filter(host__name=host_name).values_list("variant_id", "path"))
+
+
+def variant_source(variant_id: int) -> str:
+    """Where a variant can be fetched from, "" where nobody knows."""
+    return Variant.objects.filter(pk=variant_id).values_list("source", flat=True).first() or ""
 
 
 def _set_default(model_id: int) -> None:
@@ -249,49 +278,12 @@ def model_exists(name: str) -> bool:
     return Model.objects.filter(name=name).exists()
 
 
-def host_views() -> tuple[HostView, ...]:
-    """All hosts with their devices, ordered by name."""
-    return tuple(_host_view(host) for host in Host.objects.prefetch_related("gpus").order_by("name"))
-
-
 def model_views(name: str | None = None) -> tuple[ModelView, ...]:
     """All models (or the one called `name`): the default first, then by name."""
     models = Model.objects.prefetch_related("variants").order_by("-is_default", "name")
     if name is not None:
         models = models.filter(name=name)
     return tuple(_model_view(model) for model in models)
-
-
-def _host_view(host: Host) -> HostView:
-    probed = host.memory_total_bytes > 0
-    return HostView(
-        id=host.pk,
-        name=host.name,
-        state=host.state,
-        cpu_model=host.cpu_model,
-        cpu_count=host.cpu_count,
-        memory_total_bytes=host.memory_total_bytes,
-        memory_available_bytes=host.memory_available_bytes if probed else None,
-        load_1m=host.load_1m if probed else None,
-        last_seen_at=host.last_seen_at,
-        gpus=tuple(_gpu_view(gpu) for gpu in sorted(host.gpus.all(), key=lambda gpu: (gpu.kind, gpu.index))),
-    )
-
-
-def _gpu_view(gpu: Gpu) -> GpuView:
-    return GpuView(
-        id=gpu.pk,
-        kind=gpu.kind,
-        index=gpu.index,
-        name=gpu.name,
-        arch=gpu.arch,
-        memory_total_bytes=gpu.memory_total_bytes,
-        memory_used_bytes=gpu.memory_used_bytes,
-        temperature_c=gpu.temperature_c,
-        utilization_percent=gpu.utilization_percent,
-        power_w=gpu.power_w,
-        last_seen_at=gpu.last_seen_at,
-    )
 
 
 def _variant_view(variant: Variant) -> VariantView:
@@ -306,7 +298,7 @@ def _variant_view(variant: Variant) -> VariantView:
 
 def _model_view(model: Model) -> ModelView:
     variants = list(model.variants.all())
-    first = variants[0] if variants else None
+    newest = max(variants, key=lambda variant: variant.pk, default=None)
     return ModelView(
         name=model.name,
         display_name=model.display_name or model.name,
@@ -314,13 +306,22 @@ def _model_view(model: Model) -> ModelView:
         context_tokens=model.context_tokens,
         created_at=model.created_at,
         variants=len(variants),
-        quantization=first.quantization if first else "",
-        size_bytes=first.size_bytes if first else 0,
-        parameter_count=first.parameter_count if first else 0,
-        context_train_tokens=first.context_train_tokens if first else 0,
-        header=first.header if first else {},
-        capabilities=_capabilities(model, first.header if first else {}),
+        quantization=newest.quantization if newest else "",
+        size_bytes=newest.size_bytes if newest else 0,
+        parameter_count=newest.parameter_count if newest else 0,
+        context_train_tokens=newest.context_train_tokens if newest else 0,
+        header=newest.header if newest else {},
+        capabilities=_capabilities(model, newest.header if newest else {}),
+        tags=model_tags(model, newest.header if newest else {}),
+        kv_family=model.kv_family,
+        shares_kv_family=model.shares_kv_family,
     )
+
+
+def model_tags(model: Model, header: dict[str, Any]) -> tuple[str, ...]:
+    """What the model can do, with the header of one of its variants."""
+    abilities = _abilities(model.chat_template) if model.chat_template else header.get("template_abilities", [])
+    return tags(header, abilities, sees=bool(model.projector_path))
 
 
 def _capabilities(model: Model, header: dict[str, Any]) -> tuple[str, ...]:

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+from asgiref.sync import async_to_sync
 from django import forms
 from django.contrib import admin, messages
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from unfold.admin import ModelAdmin
 
-from sessions import services
-from sessions.models import ApiKey, ChatSession, Turn
+from engines.errors import EngineError
+from sessions import lifecycle, services, snapshots
+from sessions.models import ApiKey, ChatSession, Snapshot, Turn
 
 
 class NewKeyForm(forms.ModelForm):
@@ -79,6 +81,47 @@ class ChatSessionAdmin(RecordAdmin):
     search_fields = ["title"]
     list_select_related = ["engine"]
     date_hierarchy = "last_active_at"
+    actions = ["park", "resume"]
+
+    @admin.action(permissions=["delete"], description="Park: save to the store and free the slot")
+    def park(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
+        self._each(request, chosen, lifecycle.park, "parked")
+
+    @admin.action(permissions=["delete"], description="Resume anywhere: the router chooses for the next turn")
+    def resume(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
+        self._each(request, chosen, lifecycle.resume, "will go on where it costs least")
+
+    def _each(self, request: HttpRequest, chosen: QuerySet[ChatSession], act: Any, done: str) -> None:
+        count = 0
+        for chat in chosen:
+            try:
+                async_to_sync(act)(None, chat.key_hash)
+                count += 1
+            except EngineError as error:
+                self.message_user(request, f"{chat}: {error}", messages.ERROR)
+        if count:
+            self.message_user(request, f"{count} {done}.", messages.SUCCESS)
+
+    def delete_model(self, request: HttpRequest, obj: ChatSession) -> None:
+        snapshots.delete_chats([obj.pk])
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[ChatSession]) -> None:
+        snapshots.delete_chats(queryset.values_list("pk", flat=True))
+
+
+@admin.register(Snapshot)
+class SnapshotAdmin(RecordAdmin):
+    list_display = ["name", "chat", "store", "tokens", "size_bytes", "has_checkpoint", "saved_at", "last_seen_at"]
+    list_filter = ["store", "has_checkpoint"]
+    search_fields = ["name", "chat__title"]
+    list_select_related = ["chat", "store__host"]
+    date_hierarchy = "saved_at"
+
+    def delete_model(self, request: HttpRequest, obj: Snapshot) -> None:
+        snapshots.delete_snapshots([obj.pk])
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Snapshot]) -> None:
+        snapshots.delete_snapshots(queryset.values_list("pk", flat=True))
 
 
 @admin.register(Turn)

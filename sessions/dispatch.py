@@ -1,27 +1,40 @@
-"""Which engine answers: the one with the least work for its size, counted in this process.
+"""Which engine answers: what the router is told, and what its answer means for a request.
 
-A stand-in with the final shape: the router that weighs warmth, memory and speed replaces `choose`.
+`pools.router` decides, as a pure function. Here its views are filled in: the engines that serve, their rates and the sessions
+they hold (`rates_board`), what this process has seen (`prefix_hints`, `estimates`, `session_places`), and, for a conversation
+that no engine is known to hold, one question to the database.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from engines import services as engines
+from engines import loading
+from engines.errors import NoEngineReady
 from engines.services import EngineEndpoint
 from pools.db import in_db
+from pools.router import Routed, route
+from pools.router_plan import Reason
+from pools.router_views import Mode, RequestView, SnapshotView
+from sessions.engine_call import EngineCall
+from sessions.errors import PoolBusy
+from sessions.estimates import Estimates
+from sessions.identity import Identity
+from sessions.prefix_hints import PrefixHints
+from sessions.rates_board import RatesBoard
+from sessions.session_places import SessionPlaces
 
 # How long an engine that came up may wait for its first request while others serve.
 READY_CACHE_S = 1.0
 MAX_CACHED_MODELS = 256
-
-
-def choose(endpoints: Sequence[EngineEndpoint], in_flight: Mapping[int, int]) -> EngineEndpoint:
-    """The endpoint with the fewest requests in flight per slot; the first of equals. `endpoints` is not empty."""
-    return min(endpoints, key=lambda endpoint: in_flight.get(endpoint.engine_id, 0) / endpoint.slots)
+# What an engine gives a request by itself; waiting, failing over and answering share it.
+REQUEST_BUDGET_S = 1800.0
+# An engine is left out for want of room only where a guess is that much too long; else it judges itself.
+SURE_SHARE = 0.7
+# Engines whose line a request may join, beside its slots, where an engine has not told its bound.
+USUAL_QUEUE_LIMIT = 64
 
 
 class ReadyEngines:
@@ -36,12 +49,15 @@ class ReadyEngines:
         self._times_forgotten = 0
 
     async def of(self, model_name: str | None) -> list[EngineEndpoint]:
-        """The engines that serve the model (None: the default one), never empty. Raises as `ready_engines` does."""
+        """The engines that serve the model (None: the default one), never empty; one is started where none is.
+
+        Raises as `loading.engines_for` does.
+        """
         known = self._known.get(model_name)
         if known is not None and time.monotonic() - known[1] < READY_CACHE_S:
             return known[0]
         asked_s, times_forgotten = time.monotonic(), self._times_forgotten
-        endpoints = await in_db(engines.ready_engines, model_name)
+        endpoints = await in_db(loading.engines_for, model_name)
         if len(self._known) >= MAX_CACHED_MODELS:
             self._known.clear()
         # An answer that was on its way while somebody found an engine gone may still name that engine.
@@ -55,25 +71,206 @@ class ReadyEngines:
         self._times_forgotten += 1
 
 
-class InFlight:
-    """How many requests of this process are on which engine. Used on one event loop only."""
+@dataclass(frozen=True)
+class Wishes:
+    """What an operator, or a client's own header, asks of the way a request goes. All of it may take `budget_s`."""
+
+    engine_name: str = ""
+    mode: Mode | None = None
+    background: bool = False
+    budget_s: float = REQUEST_BUDGET_S
+
+
+NO_WISHES = Wishes()
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Where a request goes. `ranked` are all engines that can take it, the chosen one first, and `limits` how many each may have.
+
+    `session` is "" for a request that is kept off conversations. `stores` are addresses of other hosts' stores that the engine
+    may read the conversation from.
+    """
+
+    endpoint: EngineEndpoint
+    ranked: tuple[EngineEndpoint, ...]
+    limits: tuple[int, ...]
+    routed: Routed
+    session: str
+    missing_tokens: int
+    stores: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> Mode:
+        return self.routed.plan.mode if self.routed.plan is not None else "solo"
+
+    def on(self, engine_id: int) -> Dispatched:
+        """The same with another of the ranked engines chosen."""
+        if engine_id == self.endpoint.engine_id:
+            return self
+        chosen = next(endpoint for endpoint in self.ranked if endpoint.engine_id == engine_id)
+        return replace(self, endpoint=chosen)
+
+
+class Dispatcher:
+    """Used on one event loop only. What it remembers are hints; losing them costs a question or a worse guess."""
 
     def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
+        self.ready = ReadyEngines()
+        self.board = RatesBoard()
+        self.hints = PrefixHints()
+        self.estimates = Estimates()
+        self.places = SessionPlaces()
 
-    @contextmanager
-    def on(self, engine_id: int) -> Iterator[None]:
-        """Count one request on the engine for the duration of the block."""
-        self.enter(engine_id)
-        try:
-            yield
-        finally:
-            self.leave(engine_id)
+    async def choose(
+        self, call: EngineCall, identity: Identity, wishes: Wishes = NO_WISHES, without: Sequence[EngineEndpoint] = ()
+    ) -> Dispatched:
+        """The engine for a request; `without` those that have failed it already.
 
-    def enter(self, engine_id: int) -> None:
-        self.counts[engine_id] += 1
+        Raises ModelNotFound, NoEngineReady, and PoolBusy when all waiting lines are full.
+        """
+        endpoints = [endpoint for endpoint in await self.ready.of(call.model) if endpoint not in without]
+        if not endpoints:
+            raise NoEngineReady("No other engine serves the model right now.")
+        await self.board.look(endpoints)
+        is_background = wishes.background or call.hints.background
+        session = identity.key_hash if call.is_conversation and not is_background else ""
+        request, held, snapshots = await self._request(call, identity, session, endpoints)
+        request = replace(request, background=is_background, **self._forced(wishes, endpoints))
+        prefixes = self.hints.tokens(identity.owner.scope, call.hints.chain)
+        pool = self.board.view(endpoints, held=held, session=session, prefixes=prefixes, snapshots=snapshots)
+        routed = route(request, pool)
+        if routed.plan is None and request.force_engine is not None and not wishes.engine_name:
+            # Where a person moved the session to cannot take it now.
+            request = replace(request, force_engine=None)
+            routed = route(request, pool)
+        return self._dispatched(routed, request, endpoints, session, snapshots, wishes)
 
-    def leave(self, engine_id: int) -> None:
-        self.counts[engine_id] -= 1
-        if self.counts[engine_id] <= 0:
-            del self.counts[engine_id]
+    async def _request(
+        self, call: EngineCall, identity: Identity, session: str, endpoints: Sequence[EngineEndpoint]
+    ) -> tuple[RequestView, dict[int, int], tuple[SnapshotView, ...]]:
+        """The request as the router takes it, what this process knows its engine to hold, and the conversation's snapshots."""
+        hints, model = call.hints, endpoints[0].model_name
+        prompt_tokens, sure_tokens = self._prompt_tokens(identity.owner.scope, call, model)
+        request = RequestView(
+            model,
+            prompt_tokens,
+            self.estimates.output_tokens(model, hints.most_output_tokens),
+            hints.most_output_tokens or 0,
+            sure_tokens,
+            session=session,
+            tenant=identity.owner.tenant,
+            prefix_keys=("chain",),
+            needs=hints.needs,
+        )
+        if not session:
+            return request, {}, ()
+        recent = self.places.recent(session)
+        if recent is not None and any(endpoint.engine_id == recent.engine_id for endpoint in endpoints):
+            endpoint = next(endpoint for endpoint in endpoints if endpoint.engine_id == recent.engine_id)
+            held = self.board.holds(endpoint, session, since_s=recent.used_s)
+            return (
+                replace(request, home=recent.engine_id),
+                {recent.engine_id: recent.tokens if held is None else held},
+                (),
+            )
+        told = {endpoint.engine_id: self.board.holds(endpoint, session) for endpoint in endpoints}
+        warm = [(tokens, engine_id) for engine_id, tokens in told.items() if tokens]
+        if len(hints.chain) <= 1 and not warm:
+            return request, {}, ()
+        place = await self.places.look_up(session)
+        wanted = place.wanted_engine_id
+        home = max(warm)[1] if warm else place.engine_id
+        forced = wanted if any(endpoint.engine_id == wanted for endpoint in endpoints) else None
+        return replace(request, home=home, force_engine=forced), {}, place.snapshots
+
+    def _prompt_tokens(self, scope: str, call: EngineCall, model: str) -> tuple[int, int]:
+        """From the longest beginning whose tokens an answer has told, and a guess for the rest; and how many it has at least."""
+        known_tokens, known_bytes = self.hints.longest(scope, call.hints.chain)
+        rest = self.estimates.prompt_tokens(model, call.hints.prompt_bytes - known_bytes)
+        return known_tokens + rest, max(1, int(SURE_SHARE * (known_tokens + rest)))
+
+    def _forced(self, wishes: Wishes, endpoints: Sequence[EngineEndpoint]) -> dict[str, object]:
+        forced: dict[str, object] = {}
+        if wishes.engine_name:
+            named = next((one.engine_id for one in endpoints if one.name == wishes.engine_name), None)
+            if named is None:
+                raise NoEngineReady(f"No engine {wishes.engine_name[:63]!r} serves this model right now.")
+            forced["force_engine"] = named
+        if wishes.mode is not None:
+            forced["force_mode"] = wishes.mode
+        return forced
+
+    def _dispatched(
+        self,
+        routed: Routed,
+        request: RequestView,
+        endpoints: Sequence[EngineEndpoint],
+        session: str,
+        snapshots: Sequence[SnapshotView],
+        wishes: Wishes,
+    ) -> Dispatched:
+        by_id = {endpoint.engine_id: endpoint for endpoint in endpoints}
+        if routed.plan is None:
+            self._refuse(routed, request, wishes)
+            # The guess at the prompt's length may be wrong: the engine with the most room judges, and says why.
+            endpoint = max(endpoints, key=lambda one: (one.context_tokens, one.engine_id == request.home))
+            return Dispatched(endpoint, (endpoint,), (self._limit(endpoint),), routed, session, request.prompt_tokens)
+        chosen = by_id[routed.plan.engine_id]
+        ranked = [chosen]
+        for candidate in routed.explanation.candidates:
+            endpoint = by_id[candidate.engine_id]
+            if candidate.mode == "solo" and endpoint not in ranked and request.force_engine is None:
+                ranked.append(endpoint)
+        return Dispatched(
+            chosen,
+            tuple(ranked),
+            tuple(self._limit(endpoint) for endpoint in ranked),
+            routed,
+            session,
+            max(1, request.prompt_tokens - routed.plan.cached_tokens),
+            _stores(chosen, routed, snapshots),
+        )
+
+    def _refuse(self, routed: Routed, request: RequestView, wishes: Wishes) -> None:
+        """Raises where no engine can take the request whatever its real length."""
+        reasons = {refusal.reason for refusal in routed.explanation.refusals}
+        if reasons and reasons <= {Reason.QUEUE, Reason.FORCED, Reason.MODE}:
+            if Reason.QUEUE in reasons:
+                raise self.busy(request.model)
+            raise NoEngineReady("No engine can answer in the form that was asked for.", hint="Leave the form open.")
+
+    def busy(self, model: str) -> PoolBusy:
+        """All lines are full: until the first place is free."""
+        error = PoolBusy(f"All engines of {model} have as many requests as they may.")
+        error.retry_after_s = self.board.next_place_s(model)
+        return error
+
+    def _limit(self, endpoint: EngineEndpoint) -> int:
+        return self.board.limit(endpoint, USUAL_QUEUE_LIMIT)
+
+    def learn(
+        self, identity: Identity, call: EngineCall, sent: Dispatched, prompt_tokens: int, completion_tokens: int
+    ) -> None:
+        """An answer ended and told its tokens; 0 where it did not."""
+        if not prompt_tokens:
+            return
+        engine_id = sent.endpoint.engine_id
+        self.estimates.learn(sent.endpoint.model_name, call.hints.prompt_bytes, prompt_tokens, completion_tokens)
+        self.hints.note(identity.owner.scope, call.hints.chain, engine_id, prompt_tokens)
+        self.places.note(sent.session, engine_id, prompt_tokens + completion_tokens)
+
+    def lost(self, endpoint: EngineEndpoint) -> None:
+        """The engine does not answer: nothing that it held counts any more."""
+        self.ready.forget()
+        self.board.forget(endpoint)
+        self.hints.forget(endpoint.engine_id)
+
+
+def _stores(chosen: EngineEndpoint, routed: Routed, snapshots: Sequence[SnapshotView]) -> tuple[str, ...]:
+    """Other hosts' stores that hold the conversation, the one that the plan counts on first."""
+    planned = routed.plan.resume_from if routed.plan is not None else ""
+    found = [planned] if planned else []
+    found += [snapshot.address for snapshot in snapshots if snapshot.host != chosen.host_name]
+    own = {snapshot.address for snapshot in snapshots if snapshot.host == chosen.host_name}
+    return tuple(address for address in dict.fromkeys(found) if address and address not in own)

@@ -6,11 +6,15 @@ chat completions, which both judge with the same schema.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engines.api_schema import ChatRequest, parse_chat_request, parse_json_object
 from engines.errors import InvalidRequest, ModelNotFound
+from sessions.background import is_background
+from sessions.key_chain import Item, Link, chain_of, pieces_of
 
 if TYPE_CHECKING:
     from sessions.dialects import Dialect
@@ -20,16 +24,31 @@ TITLE_CHARS = 80
 # A growing text is known by how it begins.
 OPENER_CHARS = 256
 MAX_OPENER_ITEMS = 64
+_OUTPUT_BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
+_IMAGE_PART = b'"input_image"'
 
 
 @dataclass(frozen=True)
 class BodyHints:
-    """What a body says of the conversation it belongs to. `opener` stays the same over all turns of it; `title` is a line."""
+    """What a body says of the conversation it belongs to. `opener` stays the same over all turns of it; `title` is a line.
+
+    `chain` names the prompt's beginnings. `most_output_tokens` None: no bound was asked for. `deterministic`: the same request
+    has the same answer. `background`: a program asks for itself, and nobody will go on with it.
+    """
 
     cache_key: str = ""
     user: str = ""
     opener: tuple[str, ...] = ()
     title: str = ""
+    chain: tuple[Link, ...] = ()
+    most_output_tokens: int | None = None
+    needs: frozenset[str] = frozenset()
+    deterministic: bool = False
+    background: bool = False
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.chain[-1].size_bytes if self.chain else 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,11 @@ class EngineCall:
     stream: bool = False
     resumable: bool = False
     hints: BodyHints = BodyHints()
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether later requests may go on with what an engine computes for this one."""
+        return self.dialect.is_turn and bool(self.hints.chain)
 
     def __post_init__(self) -> None:
         if self.model is not None and not (self.model.isprintable() and len(self.model) <= MAX_MODEL_CHARS):
@@ -60,8 +84,31 @@ def chat_hints(request: ChatRequest) -> BodyHints:
     """The hints of a chat: system prompt and first user message open it."""
     system = next((message.text() for message in request.messages if message.role in ("system", "developer")), "")
     first = next((message.text() for message in request.messages if message.role == "user"), "")
-    opener = (request.model or "", system, first)
-    return BodyHints(request.prompt_cache_key or "", request.user or "", opener, title_of(first))
+    others = [message for message in request.messages if message.role not in ("system", "developer")]
+    has_images = any(message.urls() for message in request.messages)
+    return BodyHints(
+        request.prompt_cache_key or "",
+        request.user or "",
+        (request.model or "", system, first),
+        title_of(first),
+        chain_of(_chat_base(request), _chat_items(request)),
+        request.max_new_tokens,
+        frozenset({"vision"}) if has_images else frozenset(),
+        deterministic=request.temperature == 0 and (request.n or 1) == 1,
+        background=is_background(system, others[0].text() if others else "", len(others)),
+    )
+
+
+def _chat_base(request: ChatRequest) -> Iterator[Item]:
+    yield (request.model or "").encode(errors="surrogatepass"), 0
+    for tool in request.tools or ():
+        text = tool.model_dump_json(exclude_unset=True).encode()
+        yield text, len(text)
+
+
+def _chat_items(request: ChatRequest) -> Iterator[Item]:
+    for message in request.messages:
+        yield message.model_dump_json(exclude_unset=True).encode(), len(message.text())
 
 
 def completion_call(dialect: Dialect, raw: bytes) -> EngineCall:
@@ -70,7 +117,8 @@ def completion_call(dialect: Dialect, raw: bytes) -> EngineCall:
     if isinstance(prompt, list):
         prompt = prompt[0] if prompt and isinstance(prompt[0], str) else str(prompt[:MAX_OPENER_ITEMS])
     text = prompt if isinstance(prompt, str) else ""
-    return _streamable(dialect, raw, body, ("completion", text[:OPENER_CHARS]), text)
+    chain = chain_of([(_model_item(body), 0)], pieces_of(text))
+    return _streamable(dialect, raw, body, ("completion", text[:OPENER_CHARS]), text, chain=chain)
 
 
 def response_call(dialect: Dialect, raw: bytes) -> EngineCall:
@@ -78,15 +126,20 @@ def response_call(dialect: Dialect, raw: bytes) -> EngineCall:
     asked = body.get("input")
     first = asked if isinstance(asked, str) else _first_text(asked, "user")
     system = _text(body.get("instructions")) or _first_text(asked, "system", "developer")
-    return _streamable(dialect, raw, body, (system, first), first)
+    chain = _json_chain(body, ("instructions", "tools"), asked)
+    background = is_background(system, first, len(asked) if isinstance(asked, list) else 1)
+    return _streamable(dialect, raw, body, (system, first), first, chain=chain, background=background)
 
 
 def message_call(dialect: Dialect, raw: bytes) -> EngineCall:
     body = parse_json_object(raw)
     metadata = body.get("metadata")
     user = _text(metadata.get("user_id")) if isinstance(metadata, dict) else ""
-    first = _first_text(body.get("messages"), "user")
-    return _streamable(dialect, raw, body, (_text(body.get("system")), first), first, user=user)
+    messages = body.get("messages")
+    first, system = _first_text(messages, "user"), _text(body.get("system"))
+    chain = _json_chain(body, ("system", "tools"), messages)
+    background = is_background(system, first, len(messages) if isinstance(messages, list) else 1)
+    return _streamable(dialect, raw, body, (system, first), first, user=user, chain=chain, background=background)
 
 
 def gathered_call(dialect: Dialect, raw: bytes) -> EngineCall:
@@ -110,14 +163,52 @@ def title_of(text: str) -> str:
 
 
 def _streamable(
-    dialect: Dialect, raw: bytes, body: dict[str, Any], opener: tuple[str, ...], title: str, user: str = ""
+    dialect: Dialect,
+    raw: bytes,
+    body: dict[str, Any],
+    opener: tuple[str, ...],
+    title: str,
+    user: str = "",
+    *,
+    chain: tuple[Link, ...] = (),
+    background: bool = False,
 ) -> EngineCall:
     model = _model(body)
     stream = body.get("stream") is True
+    most = next((value for name in _OUTPUT_BOUNDS if isinstance(value := body.get(name), int) and value > 0), None)
     hints = BodyHints(
-        _text(body.get("prompt_cache_key")), user or _text(body.get("user")), (model or "", *opener), title_of(title)
+        _text(body.get("prompt_cache_key")),
+        user or _text(body.get("user")),
+        (model or "", *opener),
+        title_of(title),
+        chain,
+        most,
+        frozenset({"vision"}) if _IMAGE_PART in raw else frozenset(),
+        deterministic=body.get("temperature") == 0 and body.get("n") in (None, 1),
+        background=background,
     )
     return EngineCall(dialect, raw, model, stream, _flag(body, "resumable"), hints)
+
+
+def _json_chain(body: dict[str, Any], before: tuple[str, ...], items: Any) -> tuple[Link, ...]:
+    """The chain of a body whose messages are a list of JSON values, or one text."""
+    if isinstance(items, str):
+        items = [items]
+    if not isinstance(items, list):
+        return ()
+    base = [_item(body[name]) for name in before if body.get(name)]
+    return chain_of([(_model_item(body), 0), *base], map(_item, items))
+
+
+def _model_item(body: dict[str, Any]) -> bytes:
+    return (_model(body) or "").encode(errors="surrogatepass")
+
+
+def _item(value: Any) -> Item:
+    text = json.dumps(value, sort_keys=True).encode()
+    said = _text(value.get("content")) if isinstance(value, dict) and "content" in value else None
+    # Images stand as base64 text here, and as few tokens in the prompt.
+    return text, len(text) if said is None else len(said)
 
 
 def _model(body: dict[str, Any]) -> str | None:

@@ -4,12 +4,18 @@ SessionError (an EngineError, whose shape it has)
 ├── AuthenticationRequired   401  no key, where one is needed
 ├── KeyInvalid               401  a key was presented that is unknown, revoked or expired
 ├── ForeignOrigin            403  a web page of another site tried to use the open loopback API
+├── OperatorsOnly            403  a key asked for what only people of the panel and this machine's programs may
 ├── EngineRefused            as the engine answered: its status and its body are passed on
 ├── PathUnknown              404  /v1 has no such path
 ├── MethodNotAllowed         405  the path exists, the method does not
+├── SessionUnknown           404  this owner has no conversation of that id
 ├── StreamUnknown            404  no kept stream of this owner has that name
 ├── StreamGap                410  the stream is there, the asked-for events are not any more
 ├── StreamStopped            409  a resumable stream was stopped before its engine had answered
+├── SessionBusy              409  a request of the conversation runs
+├── SessionStays             409  the conversation cannot be parked or moved as it is
+├── RequestInProgress        409  a request with this Idempotency-Key runs on another replica
+├── PoolBusy                 429  every engine of the model has as many requests as it may
 └── TooManyStreams           429  no place for another resumable stream
 """
 
@@ -107,6 +113,49 @@ class StreamStopped(SessionError):
     code = "stream_stopped"
     http_status = 409
     error_type = "invalid_request_error"
+
+
+class OperatorsOnly(SessionError):
+    code = "operators_only"
+    http_status = 403
+    error_type = "permission_error"
+
+
+class SessionUnknown(SessionError):
+    code = "session_unknown"
+    http_status = 404
+    error_type = "not_found_error"
+    hint = "GET /v1/sessions lists your own; X-Hydra-Session of an answer names its session."
+
+
+class SessionBusy(SessionError):
+    code = "session_busy"
+    http_status = 409
+    error_type = "invalid_request_error"
+    retryable = True
+    retry_after_s = 2
+
+
+class SessionStays(SessionError):
+    code = "session_stays"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class RequestInProgress(SessionError):
+    code = "request_in_progress"
+    http_status = 409
+    error_type = "invalid_request_error"
+    retryable = True
+    retry_after_s = 2
+    hint = "It is being answered to the connection that sent it first; send it again when that has ended."
+
+
+class PoolBusy(SessionError):
+    code = "pool_busy"
+    http_status = 429
+    error_type = "rate_limit_error"
+    retryable = True
 
 
 class TooManyStreams(SessionError):

@@ -27,6 +27,7 @@ SESSION_HEADERS = (
 # Agents of one client session hold conversations of their own.
 _AGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
 MAX_KEY_CHARS = 256
+TENANT_DIGITS = 32
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Owner:
         if self.api_key_id is not None:
             return f"key:{self.api_key_id}"
         return "open" if self.user_id is None else f"user:{self.user_id}"
+
+    @property
+    def tenant(self) -> str:
+        """Who KV may be shared with, as engines and stores are told: equal for equal owners on all replicas, and no more."""
+        return hashlib.sha256(f"hydra tenant {self.scope}".encode()).hexdigest()[:TENANT_DIGITS]
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,9 @@ def _session_key(headers: Mapping[str, str], hints: BodyHints) -> tuple[str, ...
             return "named", value[:MAX_KEY_CHARS], agent[:MAX_KEY_CHARS]
     if cache_key := hints.cache_key.strip():
         return "cache key", cache_key[:MAX_KEY_CHARS]
+    if hints.background:
+        # A program's own questions are no conversations of anybody's: all of them together are one.
+        return "background", hints.opener[0] if hints.opener else ""
     # One user holds many conversations, so the opener still tells them apart.
     return "opener", hints.user.strip()[:MAX_KEY_CHARS], *hints.opener
 

@@ -37,15 +37,23 @@ class ApiKey(models.Model):
 
 
 class ChatSession(models.Model):
-    """A conversation, recognised by `key_hash`, which already holds its owner: nobody can name another's."""
+    """A conversation, recognised by `key_hash`, which already holds its owner: nobody can name another's.
+
+    `scope` names the owner again, for lists; it stays when a key is deleted. `engine` answered last. A session that was moved by
+    hand goes to `wanted_engine` for its next turn.
+    """
 
     key_hash = models.CharField(max_length=64, unique=True)
+    scope = models.CharField(max_length=40, blank=True, db_index=True)
     api_key = models.ForeignKey(ApiKey, on_delete=models.SET_NULL, null=True, blank=True, related_name="chats")
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, blank=True)
     title = models.CharField(max_length=120, blank=True)
     source = models.CharField(max_length=12, choices=ChatSource.choices, default=ChatSource.API)
     model_name = models.CharField(max_length=128)
     engine = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, blank=True, related_name="chats")
+    wanted_engine = models.ForeignKey(
+        "engines.Engine", on_delete=models.SET_NULL, null=True, blank=True, related_name="+"
+    )
     turn_count = models.PositiveIntegerField(default=0)
     prompt_tokens = models.BigIntegerField(default=0)
     completion_tokens = models.BigIntegerField(default=0)
@@ -61,7 +69,11 @@ class ChatSession(models.Model):
 
 
 class Turn(models.Model):
-    """One request of a conversation. Times in seconds since it arrived; tokens as the engine counted them."""
+    """One request of a conversation. Times in seconds since it arrived; tokens as the engine counted them.
+
+    `explanation` holds what the router weighed (`pools.router_plan.Explanation.to_dict`), `predicted_first_token_s` what it
+    expected; `route` the form that it chose.
+    """
 
     chat = models.ForeignKey(ChatSession, on_delete=models.CASCADE, related_name="turns")
     request_id = models.UUIDField(unique=True)
@@ -77,6 +89,12 @@ class Turn(models.Model):
     duration_s = models.FloatField(null=True, blank=True)
     tokens_per_s = models.FloatField(null=True, blank=True)
     error_code = models.CharField(max_length=64, blank=True)
+    route = models.CharField(max_length=10, blank=True)
+    is_background = models.BooleanField(default=False)
+    predicted_first_token_s = models.FloatField(null=True, blank=True)
+    explanation = models.JSONField(null=True, blank=True)
+    request_bytes = models.BigIntegerField(default=0)
+    answer_bytes = models.BigIntegerField(default=0)
     started_at = models.DateTimeField(default=timezone.now)
     ended_at = models.DateTimeField(null=True, blank=True)
 
@@ -86,6 +104,55 @@ class Turn(models.Model):
             models.Index(fields=["chat", "-started_at"], name="turn_by_chat"),
             models.Index(fields=["state"], condition=models.Q(state="running"), name="turn_running"),
         ]
+
+    def __str__(self) -> str:
+        return str(self.request_id)
+
+
+class Snapshot(models.Model):
+    """A conversation's KV state in a host's store, enough to go on there or to be fetched from there.
+
+    The store's manifest is the truth, this row its shadow: `sessions.snapshots` lists the manifests of each store and brings
+    the rows in line. `saved_at` is the store's word; a row that no listing has shown since it was made may be gone already.
+    """
+
+    chat = models.ForeignKey(ChatSession, on_delete=models.CASCADE, related_name="snapshots")
+    store = models.ForeignKey("engines.Store", on_delete=models.CASCADE, related_name="snapshots")
+    name = models.CharField(max_length=1024, help_text="The manifest's name in its store.")
+    fingerprint = models.CharField(max_length=128, blank=True, help_text="What an engine must share to use it.")
+    tokens = models.PositiveIntegerField(default=0)
+    size_bytes = models.BigIntegerField(default=0, help_text="As named; other snapshots may share most of it.")
+    has_checkpoint = models.BooleanField(default=False)
+    saved_at = models.DateTimeField()
+    created_at = models.DateTimeField(auto_now_add=True)
+    last_seen_at = models.DateTimeField(db_index=True)
+
+    class Meta:
+        ordering = ["-saved_at"]
+        constraints = [models.UniqueConstraint(fields=["store", "name"], name="one_snapshot_per_store_and_name")]
+        indexes = [models.Index(fields=["chat", "-saved_at"], name="snapshot_by_chat")]
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens of {self.chat_id} in store {self.store_id}"
+
+
+class SlotLease(models.Model):
+    """A place on an engine that a running request has, whichever replica of the site serves it.
+
+    `owner` is the process that prolongs it while the request runs. Only `sessions.leases` writes these rows.
+    """
+
+    request_id = models.UUIDField(primary_key=True)
+    session = models.CharField(max_length=64, blank=True, db_index=True)
+    engine = models.ForeignKey("engines.Engine", on_delete=models.CASCADE, related_name="leases")
+    owner = models.CharField(max_length=80, db_index=True)
+    idempotency = models.CharField(max_length=64, blank=True, db_index=True)
+    created_at = models.DateTimeField(default=timezone.now)
+    expires_at = models.DateTimeField(db_index=True)
+
+    class Meta:
+        ordering = ["created_at"]
+        verbose_name = "lease"
 
     def __str__(self) -> str:
         return str(self.request_id)

@@ -6,8 +6,9 @@ From the page:
     {"type": "ack", "id"}                                one message of that chat was drawn
     {"type": "stop", "id"}
 To the page, each with the chat's "id":
-    start {engine, request_id} · progress {processed, total, cached} · delta {text} · reasoning {text} ·
-    done {finish_reason, usage, timings, first_token_s, duration_s} · error {error: {message, code, hint, retryable}}
+    loading {loading: {state, …}} · start {engine, request_id} · progress {processed, total, cached} · delta {text} ·
+    reasoning {text} · done {finish_reason, usage, timings, first_token_s, duration_s} ·
+    error {error: {message, code, hint, retryable}}
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_MESSAGE_BYTES = 1024 * 1024
 MAX_RUNNING_CHATS = 4
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # The state a picker shows for a model is that of its best engine, in this order.
-_BEST_FIRST = ("ready", "unhealthy", "starting", "stopping", "failed", "stopped")
+_BEST_FIRST = ("ready", "unhealthy", "starting", "draining", "stopping", "failed", "stopped")
 
 
 def model_choices() -> list[dict[str, Any]]:

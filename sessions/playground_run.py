@@ -11,9 +11,11 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from engines.errors import EngineError
+from sessions import load_wait
 from sessions.dialects import CHAT
 from sessions.engine_call import EngineCall
 from sessions.identity import Identity
@@ -78,7 +80,8 @@ class PlaygroundRun:
 
     async def _open(self, call: EngineCall) -> EngineAnswer | None:
         """The answer as it begins to come, or None when it was stopped before an engine took it."""
-        opening = asyncio.create_task(ask_engine(call, self._identity, source="playground"))
+        ask = partial(ask_engine, call, self._identity, source="playground")
+        opening = asyncio.create_task(load_wait.answered(call, ask, self._tell_loading))
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,6 +94,9 @@ class PlaygroundRun:
             raise
         finally:
             await _cancelled(stopped)
+
+    async def _tell_loading(self, news: dict[str, object]) -> None:
+        await self._emit("loading", loading=news)
 
     async def _abandon(self, opening: asyncio.Task[EngineAnswer]) -> None:
         """Cancels the opening; an answer that began to come in the same moment is let go."""

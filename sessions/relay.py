@@ -12,19 +12,21 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
-from engines.errors import EngineError, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable
 from engines.services import EngineEndpoint
 from sessions.choices import ChatSource, TurnState
-from sessions.dispatch import InFlight, ReadyEngines, choose
+from sessions.dispatch import NO_WISHES, Dispatched, Dispatcher, Wishes
 from sessions.engine_call import EngineCall
-from sessions.errors import EngineRefused
+from sessions.errors import EngineRefused, RequestInProgress
 from sessions.identity import Identity
+from sessions.lease_desk import LeaseDesk
 from sessions.per_loop import PerLoop
 from sessions.services import TurnStart
 from sessions.turn import TurnRecord, written
@@ -37,29 +39,35 @@ READ_INLINE_BYTES = 64 << 10
 EVENT_STREAM = "text/event-stream"
 # Another engine may well answer what this one cannot now.
 _TRY_ANOTHER = frozenset({429, 502, 503})
+MOST_TRIES = 3
+# Who asks, in an engine's request: nobody but the site sends these, and what a client sends under these names stays here.
+SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
+BUDGET_HEADER = "X-Hydra-Budget-S"
+MAX_STORES = 4
 
 logger = logging.getLogger(__name__)
-_in_flight = InFlight()
-_ready_engines = PerLoop(ReadyEngines)
+dispatcher = PerLoop(Dispatcher)
+lease_desk = PerLoop(LeaseDesk)
 
 
 class EngineAnswer:
     """An engine's answer in the middle of coming. Read it by `raw()`, by iterating, or by `read()`, once; then `aclose()`.
 
-    `aclose()` before the end cancels the request at the engine's next step. Whatever happens, the turn's end is written.
+    `aclose()` before the end cancels the request at the engine's next step. Whatever happens, the turn's end is written and the
+    place on the engine is given back.
     """
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, engine: EngineEndpoint, record: TurnRecord, request_id: uuid.UUID
-    ) -> None:
-        self.engine = engine
-        self.request_id = request_id
-        self.model_name = engine.model_name
+    def __init__(self, response: aiohttp.ClientResponse, request: RelayedRequest) -> None:
+        self.engine = request.sent.endpoint
+        self.request_id = request.request_id
+        self.model_name = self.engine.model_name
         self.content_type = response.content_type
+        self.sent = request.sent
+        self.session = request.identity.key_hash if request.call.dialect.is_turn else ""
+        self._request = request
         self._response = response
-        self._record = record
+        self._record = request.record
         self._closed = False
-        _in_flight.enter(engine.engine_id)
 
     @property
     def is_stream(self) -> bool:
@@ -69,6 +77,13 @@ class EngineAnswer:
     def is_finished(self) -> bool:
         """Whether the engine said how the answer ended."""
         return self._record.is_finished
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed: as the engine told, or as the router expects while it has not."""
+        plan = self.sent.routed.plan
+        expected = plan.cached_tokens if plan is not None else 0
+        return self._record.cached_tokens if self._record.is_finished else expected
 
     def lost_frame(self, error: EngineError) -> bytes:
         """The frame that tells a client, in the answer's own dialect, that the stream breaks here."""
@@ -122,7 +137,7 @@ class EngineAnswer:
         if self._closed:
             return
         self._closed = True
-        _in_flight.leave(self.engine.engine_id)
+        self._request.leave()
         self._record.end(TurnState.DONE if self._record.is_finished else TurnState.CANCELLED)
         if self._response.content.at_eof():
             self._response.release()
@@ -139,26 +154,98 @@ class EngineAnswer:
         return self._record.lost_frame(lost)
 
 
+@dataclass
+class RelayedRequest:
+    """One request and where it stands; whoever holds it calls `leave` once, however it ends."""
+
+    call: EngineCall
+    identity: Identity
+    request_id: uuid.UUID
+    sent: Dispatched
+    record: TurnRecord
+    wishes: Wishes
+    arrived_s: float
+    idempotency: str = ""
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the request's time. Raises DeadlineExceeded when that is over."""
+        left_s = self.wishes.budget_s - (time.monotonic() - self.arrived_s)
+        if left_s <= 0:
+            raise DeadlineExceeded("The request's time was up before an engine had answered.")
+        return left_s
+
+    async def take_place(self) -> None:
+        """Lease a place on the chosen engine, or on the one where the session runs. Raises PoolBusy or RequestInProgress."""
+        board, sent = dispatcher().board, self.sent
+        # At once, so that whoever is routed meanwhile sees it there.
+        board.enter(sent.endpoint, sent.missing_tokens)
+        try:
+            lease = await self._leased()
+        except BaseException:
+            board.leave(sent.endpoint)
+            raise
+        if lease is not None and lease != sent.endpoint.engine_id:
+            board.leave(sent.endpoint)
+            self.sent = sent.on(lease)
+            board.enter(self.sent.endpoint, self.sent.missing_tokens)
+        self.record.sent_to(self.sent.endpoint)
+        expected_tokens = self.sent.routed.explanation.prompt_tokens
+        dispatcher().places.note(self.sent.session, self.sent.endpoint.engine_id, expected_tokens)
+
+    async def _leased(self) -> int | None:
+        """The engine that a place was leased on; None for what needs none."""
+        if not self.call.dialect.is_turn:
+            return None
+        sent = self.sent
+        lease = await lease_desk().acquire(self.request_id, sent.session, sent.ranked, sent.limits, self.idempotency)
+        if lease.outcome == "duplicate":
+            raise RequestInProgress("A request with this Idempotency-Key is being answered.")
+        if lease.engine_id is None:
+            raise dispatcher().busy(sent.endpoint.model_name)
+        return lease.engine_id
+
+    def leave(self) -> None:
+        """The engine is done with it."""
+        dispatcher().board.leave(self.sent.endpoint)
+        lease_desk().release(self.request_id)
+        told = self.record.tokens
+        dispatcher().learn(self.identity, self.call, self.sent, *told)
+
+    async def choose_another(self, refusal: EngineError, failed: list[EngineEndpoint]) -> bool:
+        """Whether there is another engine for it; then `sent` names that."""
+        try:
+            self.sent = await dispatcher().choose(self.call, self.identity, self.wishes, failed)
+        except EngineError as nobody:
+            logger.info("nobody else serves this: %s", nobody)
+            return False
+        logger.info("engine %s cannot take the request (%s), trying another", failed[-1].name, refusal.code)
+        return True
+
+
 async def ask_engine(
     call: EngineCall,
     identity: Identity,
     source: Literal["api", "playground"] = "api",
     *,
     request_id: uuid.UUID | None = None,
+    wishes: Wishes = NO_WISHES,
+    idempotency: str = "",
 ) -> EngineAnswer:
-    """Send a request to an engine and return its answer as it begins to come.
+    """Send a request to the engine that the router chooses, and return its answer as it begins to come.
 
-    Raises ModelNotFound, NoEngineReady, EngineUnreachable, or EngineRefused with what the engine answered.
+    Raises ModelNotFound, NoEngineReady, EngineUnreachable, PoolBusy, RequestInProgress, or EngineRefused with what the engine
+    answered.
     """
     arrived_s = time.monotonic()
     request_id = request_id or uuid.uuid4()
-    endpoints = await _ready_engines().of(call.model)
-    engine = choose(endpoints, _in_flight.counts)
+    sent = await dispatcher().choose(call, identity, wishes)
     # Written before the engine is asked: an answer in one piece begins to come only when it is done.
-    start = TurnStart(request_id, identity, ChatSource(source), call.hints.title, engine.model_name, engine.engine_id)
-    record = TurnRecord(start, arrived_s, call.dialect)
+    record = TurnRecord(_start(call, identity, source, request_id, sent, wishes), arrived_s, call.dialect)
+    record.mark("routed_s")
+    request = RelayedRequest(call, identity, request_id, sent, record, wishes, arrived_s, idempotency)
     try:
-        response, engine = await _send(call, engine, request_id)
+        response = await _send(request)
     except EngineError as error:
         record.end(TurnState.FAILED, error.code)
         raise
@@ -168,20 +255,46 @@ async def ask_engine(
     except BaseException:
         record.end(TurnState.CANCELLED)
         raise
-    record.engine_id = engine.engine_id
-    return EngineAnswer(response, engine, record, request_id)
+    record.mark("answered_s")
+    return EngineAnswer(response, request)
 
 
-async def _send(
-    call: EngineCall, engine: EngineEndpoint, request_id: uuid.UUID
-) -> tuple[aiohttp.ClientResponse, EngineEndpoint]:
-    """The response of `engine`, or of the best other engine when that one cannot take the request now."""
-    for last_try in (False, True):
+def _start(
+    call: EngineCall, identity: Identity, source: str, request_id: uuid.UUID, sent: Dispatched, wishes: Wishes
+) -> TurnStart:
+    plan = sent.routed.plan
+    return TurnStart(
+        request_id,
+        identity,
+        ChatSource(source),
+        call.hints.title,
+        sent.endpoint.model_name,
+        sent.endpoint.engine_id,
+        route=sent.mode,
+        is_background=wishes.background or call.hints.background,
+        explanation=sent.routed.explanation.to_dict(),
+        predicted_first_token_s=plan.first_token_s if plan is not None else None,
+        request_bytes=len(call.raw),
+    )
+
+
+async def _send(request: RelayedRequest) -> aiohttp.ClientResponse:
+    """The chosen engine's response, or that of the best other one when that one cannot take the request now.
+
+    The place on the engine is the caller's as long as the response is open, and given back when this raises.
+    """
+    failed: list[EngineEndpoint] = []
+    for tries_left in reversed(range(MOST_TRIES)):
         try:
-            with _in_flight.on(engine.engine_id):
-                response = await _post(call, engine, request_id)
+            await request.take_place()
+        except BaseException:
+            lease_desk().release(request.request_id)
+            raise
+        engine = request.sent.endpoint
+        try:
+            response = await _post(request)
             if response.status == 200:
-                return response, engine
+                return response
             refusal: EngineError = await _refusal(response)
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
@@ -190,36 +303,40 @@ async def _send(
             refusal = EngineUnreachable(
                 "The engine does not answer; it is being looked after.", hint="Try again shortly."
             )
-        if last_try or refusal.http_status not in _TRY_ANOTHER:
+        except BaseException:
+            request.leave()
+            raise
+        failed.append(engine)
+        may_go_on = tries_left and refusal.http_status in _TRY_ANOTHER
+        if may_go_on and refusal.http_status != 429:
+            # What was known of the pool is too old to go by.
+            dispatcher().lost(engine)
+        request.leave()
+        if not (may_go_on and await request.choose_another(refusal, failed)):
             raise refusal
-        others = await _others(call.model, engine, refusal)
-        if not others:
-            raise refusal
-        logger.info("engine %s cannot take the request (%s), trying another", engine.name, refusal.code)
-        engine = choose(others, _in_flight.counts)
-    raise AssertionError("unreachable: the second try always returns or raises")
+    raise AssertionError("unreachable: the last try always returns or raises")
 
 
-async def _post(call: EngineCall, engine: EngineEndpoint, request_id: uuid.UUID) -> aiohttp.ClientResponse:
+async def _post(request: RelayedRequest) -> aiohttp.ClientResponse:
+    call, sent = request.call, request.sent
     dialect = call.dialect
-    return await EngineClient(engine.base_url).call(
+    headers = {}
+    if dialect.is_turn:
+        headers[TENANT_HEADER] = request.identity.owner.tenant
+        if sent.session:
+            headers[SESSION_HEADER] = sent.session
+        headers[BUDGET_HEADER] = f"{request.left_s:.3f}"
+        if sent.stores:
+            headers[RESUME_HEADER] = ",".join(sent.stores[:MAX_STORES])
+    request.record.mark("sent_s")
+    return await EngineClient(sent.endpoint.base_url, sent.endpoint.secret).call(
         dialect.method,
         dialect.path,
         call.raw,
-        request_id=str(request_id),
+        request_id=str(request.request_id),
         silence_s=READ_SILENCE_S if call.stream else dialect.answer_timeout_s,
+        headers=headers,
     )
-
-
-async def _others(model_name: str | None, engine: EngineEndpoint, refusal: EngineError) -> list[EngineEndpoint]:
-    """Who else could answer. Where `engine` is gone or going, what was known of the pool is too old to go by."""
-    if refusal.http_status != 429:
-        _ready_engines().forget()
-    try:
-        return [endpoint for endpoint in await _ready_engines().of(model_name) if endpoint != engine]
-    except EngineError as nobody:
-        logger.info("nobody else serves this: %s", nobody)
-        return []
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineRefused:

@@ -5,12 +5,16 @@ import secrets
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 from django.db import transaction
 from django.db.models import F, OuterRef, Q, Subquery
 from django.utils import timezone
 
+from engines.loading import touch
+from pools import router_views
 from pools.events import publish_on_commit
+from sessions import snapshots
 from sessions.choices import TurnState
 from sessions.identity import Identity
 from sessions.models import ApiKey, ChatSession, Turn
@@ -33,6 +37,11 @@ class TurnStart:
     title: str
     model_name: str
     engine_id: int
+    route: str = "solo"
+    is_background: bool = False
+    explanation: dict[str, Any] | None = None
+    predicted_first_token_s: float | None = None
+    request_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,16 @@ class TurnEnd:
     queue_s: float | None = None
     first_token_s: float | None = None
     tokens_per_s: float | None = None
+    answer_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SessionPlace:
+    """Where a conversation's rows say it is: the engine that answered last, the one a person moved it to, its snapshots."""
+
+    engine_id: int | None = None
+    wanted_engine_id: int | None = None
+    snapshots: tuple[router_views.SnapshotView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,13 +107,18 @@ class KeyView:
 
 def begin_turn(start: TurnStart) -> int:
     """Write that a request runs, in the conversation it belongs to (made on its first turn); returns the turn's primary key."""
+    touch(start.engine_id)
     now = timezone.now()
-    latest = {"engine_id": start.engine_id, "model_name": start.model_name, "last_active_at": now}
+    latest: dict[str, Any] = {"model_name": start.model_name, "last_active_at": now}
+    if not start.is_background:
+        latest |= {"engine_id": start.engine_id, "wanted_engine_id": None}
     with transaction.atomic():
         chat, _ = ChatSession.objects.get_or_create(
             key_hash=start.identity.key_hash,
             defaults={
                 **latest,
+                "engine_id": start.engine_id,
+                "scope": start.identity.owner.scope,
                 "api_key_id": start.identity.owner.api_key_id,
                 "user_id": start.identity.owner.user_id,
                 "title": start.title,
@@ -108,6 +132,11 @@ def begin_turn(start: TurnStart) -> int:
             model_name=start.model_name,
             engine_id=start.engine_id,
             started_at=now,
+            route=start.route,
+            is_background=start.is_background,
+            explanation=start.explanation,
+            predicted_first_token_s=start.predicted_first_token_s,
+            request_bytes=start.request_bytes,
         )
         publish_on_commit("chat", chat.pk)
     return turn.pk
@@ -115,15 +144,16 @@ def begin_turn(start: TurnStart) -> int:
 
 def end_turn(turn_id: int, end: TurnEnd) -> bool:
     """Write how a request ended and add its tokens to its conversation; False when it had already ended."""
+    touch(end.engine_id)
     now = timezone.now()
     values = {name: value for name, value in vars(end).items() if name != "state"}
     with transaction.atomic():
         running = Turn.objects.filter(pk=turn_id, state=TurnState.RUNNING)
         if not running.update(state=end.state, ended_at=now, **values):
             return False
-        chat_id = Turn.objects.values_list("chat_id", flat=True).get(pk=turn_id)
+        chat_id, is_background = Turn.objects.values_list("chat_id", "is_background").get(pk=turn_id)
         ChatSession.objects.filter(pk=chat_id).update(
-            engine_id=end.engine_id,
+            **({} if is_background else {"engine_id": end.engine_id}),
             prompt_tokens=F("prompt_tokens") + end.prompt_tokens,
             completion_tokens=F("completion_tokens") + end.completion_tokens,
             last_active_at=now,
@@ -137,6 +167,109 @@ def sweep_turns(older_than_s: float = TURN_LOST_AFTER_S) -> int:
     limit = timezone.now() - timedelta(seconds=older_than_s)
     return Turn.objects.filter(state=TurnState.RUNNING, started_at__lt=limit).update(
         state=TurnState.FAILED, error_code="site_lost", ended_at=timezone.now()
+    )
+
+
+def session_place(session_key: str) -> SessionPlace:
+    """What the rows say of a conversation; nothing of one that has none."""
+    chat = ChatSession.objects.filter(key_hash=session_key).values_list("pk", "engine_id", "wanted_engine_id").first()
+    if chat is None:
+        return SessionPlace()
+    chat_id, engine_id, wanted_engine_id = chat
+    found = tuple(
+        router_views.SnapshotView(
+            view.host_name, view.fingerprint, view.tokens, view.size_bytes, f"{view.store_address}:{view.store_port}"
+        )
+        for view in snapshots.snapshots_of(chat_id)
+        if view.ready
+    )
+    return SessionPlace(engine_id, wanted_engine_id, found)
+
+
+@dataclass(frozen=True)
+class SessionDetail:
+    """A conversation as the sessions API and page show it."""
+
+    id: int
+    key_hash: str
+    scope: str
+    title: str
+    source: str
+    model_name: str
+    engine_name: str
+    wanted_engine_name: str
+    turn_count: int
+    prompt_tokens: int
+    completion_tokens: int
+    created_at: datetime
+    last_active_at: datetime
+
+
+def session_details(scope: str | None, session_key: str | None, limit: int) -> tuple[SessionDetail, ...]:
+    """The conversations of an owner (None: everybody's) that were active last, or the one with this key; "" owns none."""
+    rows = ChatSession.objects.select_related("engine", "wanted_engine").order_by("-last_active_at")
+    if scope is not None:
+        rows = rows.filter(scope=scope) if scope else rows.none()
+    if session_key is not None:
+        rows = rows.filter(key_hash=session_key)
+    return tuple(
+        SessionDetail(
+            id=chat.pk,
+            key_hash=chat.key_hash,
+            scope=chat.scope,
+            title=chat.title,
+            source=chat.source,
+            model_name=chat.model_name,
+            engine_name=chat.engine.name if chat.engine else "",
+            wanted_engine_name=chat.wanted_engine.name if chat.wanted_engine else "",
+            turn_count=chat.turn_count,
+            prompt_tokens=chat.prompt_tokens,
+            completion_tokens=chat.completion_tokens,
+            created_at=chat.created_at,
+            last_active_at=chat.last_active_at,
+        )
+        for chat in rows[:limit]
+    )
+
+
+def move_session(chat_id: int, engine_id: int | None) -> bool:
+    """Have a conversation's next turn go to this engine (None: wherever it costs least); False when it is gone."""
+    with transaction.atomic():
+        moved = bool(ChatSession.objects.filter(pk=chat_id).update(wanted_engine_id=engine_id))
+        publish_on_commit("chat", chat_id)
+    return moved
+
+
+@dataclass(frozen=True)
+class TurnView:
+    """A request of a conversation, and why it went where it went. Times in seconds since it arrived."""
+
+    request_id: uuid.UUID
+    state: str
+    engine_name: str
+    route: str
+    is_background: bool
+    started_at: datetime
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_s: float | None
+    first_token_s: float | None
+    predicted_first_token_s: float | None
+    duration_s: float | None
+    error_code: str
+    explanation: dict[str, Any] | None
+
+
+def turn_views(chat_id: int | None, limit: int) -> tuple[TurnView, ...]:
+    """The requests of a conversation (None: of all), the newest first."""
+    rows = Turn.objects.select_related("engine").order_by("-started_at")
+    if chat_id is not None:
+        rows = rows.filter(chat_id=chat_id)
+    names = [name for name in TurnView.__dataclass_fields__ if name != "engine_name"]
+    return tuple(
+        TurnView(engine_name=turn.engine.name if turn.engine else "", **{name: getattr(turn, name) for name in names})
+        for turn in rows[:limit]
     )
 
 

@@ -1,11 +1,89 @@
-"""Tasks about conversations. They run on the queue `control`, may be lost or run twice, and do no harm either way."""
+"""Tasks about conversations. They may be lost or run twice, and do no harm either way.
+
+Those about one host's store run on `host.<name>.fast`, next to that store; the others on `control`.
+"""
+
+import logging
+import threading
 
 from celery import shared_task
+from django.conf import settings
 
-from sessions import services
+from engines import store_rows
+from engines.errors import EngineError
+from sessions import leases, services, snapshots
+
+SWEEP_EXPIRES_S = 12.0
+
+logger = logging.getLogger(__name__)
+_sweeping = threading.Lock()
 
 
 @shared_task(ignore_result=True)
 def sweep_turns() -> None:
     """Close turns that nobody will end any more."""
     services.sweep_turns()
+
+
+@shared_task(ignore_result=True)
+def sweep_leases() -> None:
+    """Give places on engines back whose process died."""
+    leases.sweep()
+
+
+@shared_task(ignore_result=True)
+def expire_sessions() -> None:
+    """Delete conversations that nobody has used for long."""
+    snapshots.expire_chats()
+
+
+@shared_task(ignore_result=True)
+def sweep_stores() -> None:
+    """Have the snapshots of every host's store listed by its head; a sweep that waits longer than the next is dropped."""
+    for store in store_rows.endpoints():
+        if store.ready:
+            sweep_store.apply_async(
+                args=[store.host_name], queue=f"host.{store.host_name}.fast", expires=SWEEP_EXPIRES_S
+            )
+
+
+@shared_task(ignore_result=True)
+def sweep_store(host_name: str) -> None:
+    """Bring the snapshot rows of this host in line with its store."""
+    if host_name != settings.HYDRA_HOST_NAME or not _sweeping.acquire(blocking=False):
+        # A sweep that is still going on will see as much as a second one.
+        return
+    try:
+        snapshots.sweep(host_name)
+    except EngineError as error:
+        logger.warning("the store of %s could not be swept: %s", host_name, error.message)
+    finally:
+        _sweeping.release()
+
+
+@shared_task(ignore_result=True)
+def drop_snapshots(host_name: str, names: list[str]) -> None:
+    """Free these snapshots of this host's store, named by their manifests: their rows are gone."""
+    if host_name != settings.HYDRA_HOST_NAME:
+        return
+    try:
+        snapshots.drop(host_name, names)
+    except EngineError as error:
+        # Their rows come back with the next sweep: nothing is lost but the wish.
+        logger.warning("%d snapshots stay in the store of %s: %s", len(names), host_name, error.message)
+
+
+@shared_task(ignore_result=True)
+def forget_sessions(host_name: str, session_keys: list[str]) -> None:
+    """Free what this host's store holds of deleted sessions, named by their keys: their rows are gone."""
+    if host_name != settings.HYDRA_HOST_NAME:
+        return
+    try:
+        snapshots.forget(host_name, session_keys)
+    except EngineError as error:
+        logger.warning(
+            "%d deleted sessions stay in the store of %s until its sweep: %s",
+            len(session_keys),
+            host_name,
+            error.message,
+        )

@@ -15,6 +15,7 @@ from typing import Any
 from django.db import Error as DatabaseError
 
 from engines.errors import EngineError
+from engines.services import EngineEndpoint
 from pools.db import in_db
 from sessions import services
 from sessions.answer_form import AnswerFacts
@@ -27,6 +28,7 @@ WRITE_TIMEOUT_S = 10.0
 START_DELAY_S = 0.05
 
 logger = logging.getLogger(__name__)
+timeline = logging.getLogger("hydra.request_timeline")
 # The loop keeps only weak references to tasks; a write must not be collected in the middle.
 _writes: set[asyncio.Task[Any]] = set()
 
@@ -43,6 +45,10 @@ class TurnRecord:
         self._first_token_s: float | None = None
         self._events = 0
         self._ended = False
+        self._bytes = 0
+        self._marks: dict[str, float] = {}
+        self._engine_name = ""
+        self._node = ""
         self._begun = _keep(self._write_start()) if dialect.is_turn else None
 
     def saw(self, frames: bytes) -> None:
@@ -50,6 +56,7 @@ class TurnRecord:
         if self._first_token_s is None and self._form.text.search(frames):
             self._first_token_s = time.monotonic() - self._arrived_s
         self._events += frames.count(b"data: ")
+        self._bytes += len(frames)
         if self._form.telling.search(frames):
             for frame in frames.split(b"\n\n"):
                 if self._form.telling.search(frame):
@@ -57,12 +64,30 @@ class TurnRecord:
 
     def saw_answer(self, body: bytes) -> None:
         """Note what a whole answer, or a closing chunk, says of tokens and times."""
+        self._bytes = max(self._bytes, len(body))
         try:
             values = json.loads(body)
         except ValueError:
             return  # Text that only looks like something telling.
         if isinstance(values, dict):
             self._form.note(values, self._facts)
+
+    def mark(self, name: str) -> None:
+        """Note that something happened now; of things that happen twice the last counts."""
+        self._marks[name] = time.monotonic() - self._arrived_s
+
+    def sent_to(self, engine: EngineEndpoint) -> None:
+        """The engine that is asked, perhaps another than the one that the turn began with."""
+        self.engine_id, self._engine_name, self._node = engine.engine_id, engine.name, engine.host_name
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompt and of the answer, as far as the engine told."""
+        return self._facts.prompt_tokens, self._facts.completion_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._facts.cached_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -78,7 +103,32 @@ class TurnRecord:
         if self._ended:
             return None
         self._ended = True
-        return _keep(self._write_end(self._begun, self._outcome(state, error_code))) if self._begun else None
+        outcome = self._outcome(state, error_code)
+        self._tell(outcome)
+        return _keep(self._write_end(self._begun, outcome)) if self._begun else None
+
+    def _tell(self, outcome: TurnEnd) -> None:
+        """One event with all times (seconds since the request arrived), tokens and bytes."""
+        if self._begun is None or not timeline.isEnabledFor(logging.INFO):
+            return
+        start, explanation = self._start, self._start.explanation or {}
+        event = {
+            "event": "request_timeline",
+            "request_id": str(start.request_id),
+            "session": start.identity.key_hash[:16],
+            "model": start.model_name,
+            "engine": self._engine_name,
+            "node": self._node,
+            "route": start.route,
+            "why": explanation.get("why"),
+            "background": start.is_background,
+            "predicted_first_token_s": start.predicted_first_token_s,
+            **{name: round(at_s, 6) for name, at_s in self._marks.items()},
+            "request_bytes": start.request_bytes,
+            **{name: value for name, value in vars(outcome).items() if name != "engine_id"},
+            **{name: value for name, value in self._facts.timings.items() if name.endswith("_ms")},
+        }
+        timeline.info(json.dumps(event))
 
     def _outcome(self, state: TurnState, error_code: str) -> TurnEnd:
         facts = self._facts
@@ -93,9 +143,17 @@ class TurnRecord:
             cached_tokens=facts.cached_tokens,
             completion_tokens=facts.completion_tokens,
             queue_s=queue_ms / 1000 if isinstance(queue_ms, int | float) else None,
-            first_token_s=self._first_token_s,
+            first_token_s=self._first_token_s if self._first_token_s is not None else self._engines_first_token_s(),
             tokens_per_s=float(rate) if isinstance(rate, int | float) else None,
+            answer_bytes=self._bytes,
         )
+
+    def _engines_first_token_s(self) -> float | None:
+        """Of an answer in one piece: when the engine had its first token, as it tells afterwards."""
+        times_ms = [self._facts.timings.get(name) for name in ("queue_ms", "prompt_ms")]
+        if not all(isinstance(time_ms, int | float) for time_ms in times_ms):
+            return None
+        return self._marks.get("sent_s", 0.0) + sum(times_ms) / 1000
 
     async def _write_start(self) -> int | None:
         await asyncio.sleep(START_DELAY_S)

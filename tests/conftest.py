@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +26,19 @@ _home = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before Django reads its settings: a home of this run's own, and nobody else's servers or settings."""
+    """Before Django reads its settings: a home of this run's own, and nobody else's servers or settings.
+
+    A run that is ended by SIGTERM or SIGHUP takes its servers, engines and stores along, as after Ctrl-C.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     home = Path(tempfile.mkdtemp(prefix="hydra-tests-"))
     config.stash[_home] = home
     for name in [name for name in os.environ if name.startswith("HYDRA_")] + ["DATABASE_URL", "BROKER_URL"]:
         os.environ.pop(name, None)
     os.environ["HYDRA_HOME"] = str(home)
+    # Tests that want a host's store say so; else every look at a host would start one.
+    os.environ["HYDRA_STORE_BYTES"] = "0"
     os.environ["DJANGO_SETTINGS_MODULE"] = "hydra_site.settings"
     django.setup()
 

@@ -44,6 +44,7 @@ class Stack:
             "HYDRA_ADMIN_PASSWORD": ADMIN_PASSWORD,
             "HYDRA_ENGINE_THREADS": "1",
             "HYDRA_ENGINE_CONTEXT": "2048",
+            "HYDRA_STORE_BYTES": str(64 << 20),
             **environ,
         }
         # An installed copy of a model is linked, so the digest record (keyed by inode) still fits.
@@ -119,12 +120,19 @@ class Stack:
                 continue
         return found
 
+    def process_of(self, module: str) -> psutil.Process:
+        """The one process that runs `python -m <module>` here."""
+        (found,) = [process for process in self.processes() if module in process.cmdline()]
+        return found
+
     def leftovers(self) -> dict[str, Any]:
         """What must be empty after a clean stop."""
         return {
             "processes": [" ".join(process.cmdline()) for process in self.processes()],
             "run files": sorted(
-                str(path) for path in (*self.home.glob("run/*.json"), *self.home.glob("engines/*/run.json"))
+                str(path)
+                for pattern in ("run/*.json", "engines/*/run.json", "store/run.json")
+                for path in self.home.glob(pattern)
             ),
         }
 
@@ -134,7 +142,8 @@ class Stack:
 
     def logs(self, last_lines: int = 15) -> str:
         text = ""
-        for path in sorted((*self.home.glob("logs/*.log"), *self.home.glob("engines/*/engine.log"))):
+        patterns = ("logs/*.log", "engines/*/engine.log", "store/store.log")
+        for path in sorted(path for pattern in patterns for path in self.home.glob(pattern)):
             lines = path.read_text(errors="replace").splitlines()[-last_lines:]
             text += f"\n--- {path.name}\n" + "\n".join(re.sub(r"(:[^:@/]+)@", ":***@", line) for line in lines)
         return text

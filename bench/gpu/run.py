@@ -10,6 +10,8 @@ Stages (what an earlier call left in the work folder is used again):
   long-topk
   prefix        five-turn conversations
   spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
+  placement     memory of twenty placements, predicted and taken
+  kv            states out of an engine and into another against page-locked copies, hybrid and dense, 8k and 64k tokens
 
 No stage begins or goes on past --limit-s; what was measured until then counts. After every stage results.json, tables.txt
 and logs.tar.xz are written to --out ($OUT), and at the end one table of all that the work folder holds.
@@ -57,7 +59,11 @@ BENCHES: dict[str, list[str]] = {
     "long-topk": ["engine", *LONG, "--sampling", "topk"],
     "prefix": ["prefix", "--rounds", "1"],
     "spec": ["spec", "--rounds", "1", "--new-tokens", "192", "--peer-form", "default+bare"],
+    "placement": ["placement"],
+    "kv": ["kv", "--model", "synthetic:35b-a3b-kv,synthetic:kv", "--kv-types", "f16,q8_0", "--rounds", "4"],
 }
+KV = ["--contexts", "8192,65536", "--blocks", "0,1024", "--gpu-layers=-1", "--threads", "8"]
+KV_BUDGET_S = 85.0
 ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=512"]
 
 
@@ -148,12 +154,14 @@ def compute_capability() -> str | None:
 def prepare(call: Call) -> bool:
     """Source, binaries and model; the build and the model's writer run side by side."""
     unpack(call)
+    if call.binaries is not None:
+        _link(PEER / "bin", call.binaries.resolve())
+    # Before the writer starts: it imports the bindings, which look for their libraries at once.
+    (PEER / "bin").mkdir(parents=True, exist_ok=True)
+    _link(call.work / "site" / "llama_cpp" / "lib", PEER / "bin")
     with _running([sys.executable, "-m", "bench", "model", call.model], call.logs / "model.log") as writer:
         built = call.binaries is not None or (PEER / "built").exists() or build(call)
-        if call.binaries is not None:
-            _link(PEER / "bin", call.binaries.resolve())
         written = _wait(writer, call) == 0
-    _link(call.work / "site" / "llama_cpp" / "lib", PEER / "bin")
     for name, done in (("build", built), ("model", written)):
         if not done:
             print((call.logs / f"{name}.log").read_text(errors="replace")[-3000:])
@@ -201,6 +209,8 @@ def _link(path: Path, target: Path) -> None:
 
 def bench(name: str, call: Call) -> bool:
     """One `python -m bench …`, its output shown and kept, its details in results/NAME.json as far as it came."""
+    if name == "kv":
+        return bench_kv(call)
     model = f"{call.model}-drafts" if name == "spec" else call.model
     command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", model, "--logs", str(call.logs / name)]
     command += ["--out", str(call.results / f"{name}.json")]
@@ -209,10 +219,26 @@ def bench(name: str, call: Call) -> bool:
         # a server that begins late would be cut off in its cells
         command += ["--budget-s", str(max(1.0, call.left_s * 0.8))]
         command += TINY if call.tiny else []
+    elif name == "placement":
+        command += ["--budget-s", str(max(1.0, call.left_s - END_S * 2))]
+        command += ["--only", "dense"] if call.tiny else []
     elif name == "spec":
         command += ["--acceptance", "1.0", "--new-tokens", "16"] if call.tiny else []
     elif call.tiny:
         command += ["--conversations", "1", "--system-words", "200", "--answer-tokens", "4"]
+    return _benched(name, command, call)
+
+
+def bench_kv(call: Call) -> bool:
+    """On models of its own, whose weights are small: only their states matter."""
+    command = [sys.executable, "-m", "bench", *BENCHES["kv"], "--out", str(call.results / "kv.json")]
+    command += KV if call.compute_capability else ["--threads", "1"]
+    command += ["--contexts", "512", "--blocks", "0", "--rounds", "1"] if call.tiny else []
+    command += ["--budget-s", str(min(KV_BUDGET_S, max(1.0, call.left_s * 0.8)))]
+    return _benched("kv", command, call)
+
+
+def _benched(name: str, command: list[str], call: Call) -> bool:
     text = call.results / f"{name}.txt"
     (call.results / f"{name}.json").unlink(missing_ok=True)  # of an earlier call: must not pass for this one's
     environment = {**os.environ, **standard_library_environment()}

@@ -21,6 +21,7 @@ from aiohttp import web
 from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import ModelLoadFailed, TemplateBroken
 from engines.rpc_serving import RpcServer
+from engines.runtime.card_code import require_card_code
 from engines.runtime.core import EngineCore
 from engines.runtime.embedding_core import EmbeddingCore
 from engines.runtime.embedding_metrics import EmbeddingMetrics
@@ -32,6 +33,8 @@ from engines.runtime.template_process import require_compiles
 
 SHUTDOWN_S = 4.0
 SECRET_VARIABLE = "HYDRA_RPC_SECRET"
+STORE_SECRET_VARIABLE = "HYDRA_STORE_SECRET"
+HTTP_SECRET_VARIABLE = "HYDRA_HTTP_SECRET"
 SWITCH_INTERVAL_S = 0.0002
 log = logging.getLogger("hydra.engine")
 
@@ -71,10 +74,15 @@ def parse_config(arguments: list[str]) -> EngineConfig:
 
 
 def _with_secret(config: EngineConfig) -> EngineConfig:
-    """The secret of the binary protocol from the environment, where the file has none; never from a flag, which `ps` shows."""
+    """The secrets from the environment, where the file has none; never from a flag, which `ps` shows."""
     if not config.rpc_secret:
         config = dataclasses.replace(config, rpc_secret=os.environ.get(SECRET_VARIABLE, ""))
+    if not config.store_secret:
+        config = dataclasses.replace(config, store_secret=os.environ.get(STORE_SECRET_VARIABLE, ""))
+    if not config.http_secret:
+        config = dataclasses.replace(config, http_secret=os.environ.get(HTTP_SECRET_VARIABLE, ""))
     config.refuse_open_rpc()
+    config.refuse_open_http()
     return config
 
 
@@ -107,6 +115,8 @@ async def serve(config: EngineConfig) -> int:
     core.start()
     log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model_path)
     await _until_stopped(core, stop)
+    if isinstance(server, EngineServer):
+        await server.parking.stop()
     core.stop()
     await asyncio.gather(runner.cleanup(), *([rpc.close()] if rpc else []))
     server.close()
@@ -161,6 +171,11 @@ def main(arguments: list[str]) -> int:
     except (ConfigInvalid, TemplateBroken, ValueError) as error:
         print(f"engine: {error}", file=sys.stderr)
         return 2
+    try:
+        require_card_code(config)
+    except ModelLoadFailed as error:
+        print(f"engine: {error}", file=sys.stderr)
+        return 3
     # The core's thread wants the interpreter back when a step ends; five milliseconds of waiting would be half a step.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return uvloop.run(serve(config))

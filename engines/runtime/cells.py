@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engines.runtime.draft_rows import DraftRows
 from engines.runtime.llama import Llama
 from engines.runtime.media_span import NO_SPANS, SpanMap
+from engines.runtime.origin import NOBODY, Origin
 
 
 def common_prefix(a: TokenSequence[object], b: TokenSequence[object]) -> int:
@@ -84,6 +85,8 @@ class Sequence:
         self.llama = llama
         self.tokens: list[int] = []
         self.spans: SpanMap = NO_SPANS
+        # Whose tokens these are; of an empty sequence it says nothing.
+        self.origin: Origin = NOBODY
         # What a draft head holds of it; follows every change.
         self.draft: DraftRows | None = None
         self._cells = array("i")
@@ -151,7 +154,7 @@ class Sequence:
     def clear(self) -> None:
         self.llama.clear(self.index)
         self._ledger.drop(self.cells)
-        self.tokens, self._cells, self.spans = [], array("i"), NO_SPANS
+        self.tokens, self._cells, self.spans, self.origin = [], array("i"), NO_SPANS, NOBODY
         if self.draft is not None:
             self.draft.clear()
 
@@ -164,13 +167,15 @@ class Sequence:
         self.llama.share(source.index, self.index, source._position(length))
         self._cells = source._cells[:length]
         self._ledger.share(self.cells)
-        self.tokens = source.tokens[:length]
+        self.tokens, self.origin = source.tokens[:length], source.origin
         if source.spans:
             self.spans = source.spans.first(length)
         if self.draft is not None and source.draft is not None:
             self.draft.share(source.draft, length)
 
-    def load(self, state: NDArray[np.uint8], tokens: list[int], spans: SpanMap = NO_SPANS) -> bool:
+    def load(
+        self, state: NDArray[np.uint8], tokens: list[int], spans: SpanMap = NO_SPANS, origin: Origin = NOBODY
+    ) -> bool:
         """Replaces the content by an exported state of `tokens` with `spans`. False, and empty, when llama.cpp refuses it."""
         self.clear()
         if len(tokens) > self._ledger.free or not self.llama.import_state(self.index, state):
@@ -178,7 +183,7 @@ class Sequence:
             self.llama.clear(self.index)
             return False
         self._cells = array("i", self._ledger.take(len(tokens)))
-        self.tokens, self.spans = list(tokens), spans
+        self.tokens, self.spans, self.origin = list(tokens), spans, origin
         return True
 
     def receive(self, count: int) -> None:

@@ -39,7 +39,8 @@ class Prompt:
 
     `opens_thought`: the prompt ends inside a block of reasoning, so that the answer begins in it. `tool_format` is the one in
     which the prompt asks for calls, None if it shows no tools. `end_of_thought` are the tokens that end reasoning. `spans` are
-    its images, whose ids stand among the tokens.
+    its images, whose ids stand among the tokens. `system_cut` is the cut behind the system prompt and the tools, 0 where there
+    is none.
     """
 
     tokens: list[int]
@@ -48,6 +49,7 @@ class Prompt:
     tool_format: ToolFormat | None = None
     end_of_thought: tuple[int, ...] = ()
     spans: SpanMap = NO_SPANS
+    system_cut: int = 0
 
 
 def tool_format(source: str) -> ToolFormat | None:
@@ -108,13 +110,17 @@ class ChatTemplate:
         else:
             tokens, spans = self._vocabulary.tokenize(text, add_special=not written, parse_special=True), NO_SPANS
             cuts = self._cuts(tokens, rendering.shared_bytes, adds_bos=self._vocabulary.adds_bos and not written)
+        kept = sorted(cut for cut in cuts if MIN_CUT_TOKENS <= cut < len(tokens))
+        # The first of two beginnings is the system prompt's.
+        system_cut = min(cuts) if len(rendering.shared_bytes) > 1 else 0
         return Prompt(
             tokens,
-            sorted(cut for cut in cuts if MIN_CUT_TOKENS <= cut < len(tokens)),
+            kept,
             opens_thought=_opens_thought(text),
             tool_format=(self.tool_format or "hermes_json") if request.functions_by_name else None,
             end_of_thought=self._end_of_thought,
             spans=spans,
+            system_cut=system_cut if system_cut in kept else 0,
         )
 
     def _cuts(self, tokens: list[int], shared_bytes: Sequence[int], *, adds_bos: bool) -> set[int]:

@@ -22,6 +22,7 @@ from engines.runtime import memory
 from engines.runtime.drawing import Drawing
 from engines.runtime.errands import ErrandQueue, Work
 from engines.runtime.generation import Generation, Piece
+from engines.runtime.landing import Landing
 from engines.runtime.llama import Llama
 from engines.runtime.media_batch import SpanBatch
 from engines.runtime.media_projector import Projector
@@ -29,6 +30,7 @@ from engines.runtime.metrics import EngineMetrics
 from engines.runtime.outbox import Outbox
 from engines.runtime.planner import Row, StepPlanner
 from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.rates import Rates, StepWork
 from engines.runtime.sampler import Sampler
 from engines.runtime.slots import Slot
 from engines.runtime.speculation import Speculation
@@ -135,6 +137,8 @@ class EngineCore(threading.Thread):
         cache = PrefixCache(self.llama, self.config)
         self._planner = StepPlanner(self.llama, cache, self.config)
         self._planner.warm_up()
+        self.rates = Rates(self._planner.prompt_token_s, self._planner.step_s)
+        self.metrics.watch_rates(self.rates)
         if self.config.longest_draft:
             self.speculation = Speculation(self.llama, cache, self.config, self._threads)
             self.speculation.warm_up(self._planner.batch)
@@ -150,6 +154,7 @@ class EngineCore(threading.Thread):
             self.llama, self.config, self._outbox, self.metrics, self.speculation, self._fail, self._give_up_slot
         )
         self.codec, self.sharing_refusal = probe(cache, self.llama)
+        self.landing = Landing(cache, self._waiting)
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)
@@ -198,9 +203,13 @@ class EngineCore(threading.Thread):
         rows = self._planner.plan()
         if not rows:
             return False
-        started = time.monotonic()
+        started, work = time.monotonic(), StepWork.of(rows)
         if self._decode(rows):
             self._draw(rows)
+            if work is not None:
+                resident_tokens = self.cache.ledger.count - self.cache.ledger.free
+                acceptance = self.speculation.length.prior if self.speculation else 0.0
+                self.rates.stepped(work, resident_tokens, acceptance, time.monotonic() - started)
             if self.speculation:
                 self.speculation.stepped(rows, time.monotonic() - started)
         return True
@@ -240,23 +249,19 @@ class EngineCore(threading.Thread):
             needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
             source = Source()
             if generation.reuse_prefix:
-                source = self.cache.best_source(generation.tokens, generation.spans)
-            needed = min(needed, self.config.context_tokens) - self._shared_with_running(source)
+                source = self.cache.best_source(generation.tokens, generation.spans, generation.tenant)
+            needed = min(needed, self.config.context_tokens) - self.cache.shared_with_running(source)
             if self.cache.promised_cells() + needed > self.config.cells:
                 # Nobody overtakes here, or a long prompt would never find the cache empty enough.
                 self.metrics.wait_steps.labels("cells").inc()
                 return
-            if generation.reuse_prefix and self.cache.leader(generation, source.length):
+            led = self.cache.leader(generation, source.length) or self.landing.leads(generation, source.length)
+            if generation.reuse_prefix and led:
                 self.metrics.wait_steps.labels("prefix").inc()
                 continue
             slot = self.cache.best_slot(source, raw_logits=raw_logits)
-            if slot is not None:
+            if slot is not None and not self.landing.takes(generation, slot, source):
                 self._start(generation, slot, source)
-
-    def _shared_with_running(self, source: Source) -> int:
-        """Cells of the source that are counted already, because a running generation holds them."""
-        busy = any(slot.sequence is source.sequence for slot in self.cache.busy)
-        return source.length if busy else 0
 
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
         self._waiting.remove(generation)
@@ -373,6 +378,18 @@ class EngineCore(threading.Thread):
         slot.sequence.clear()
         self._outbox.end(generation, error=error)
 
+    # --- a generation that moves to another engine (state_follow.py), on the core's thread ---------
+
+    def write_text(self) -> None:
+        """Makes and sends the text of all tokens drawn so far."""
+        self._outbox.write()
+        self._outbox.send()
+
+    def end_moved(self, generation: Generation) -> None:
+        """Ends a generation that goes on elsewhere; it must stand in no slot any more."""
+        self._outbox.end(generation, reason="moved")
+        self._outbox.send()
+
     # --- ends -----------------------------------------------------------------------------------
 
     def _fail_running(self, error: EngineError) -> None:
@@ -386,7 +403,7 @@ class EngineCore(threading.Thread):
 
     def _end_all(self, error: EngineError) -> None:
         """Nobody may wait for an answer that will not come."""
-        ending = self._waiting.take_all()
+        ending = [*self._waiting.take_all(), *(self.landing.take_all() if self._cache else ())]
         for slot in self._cache.busy if self._cache else ():
             if slot.generation:
                 ending.append(slot.generation)
@@ -405,6 +422,14 @@ class EngineCore(threading.Thread):
     def cache(self) -> PrefixCache:
         assert self._cache is not None
         return self._cache
+
+    @property
+    def waiting(self) -> WaitingLine:
+        return self._waiting
+
+    @property
+    def planner(self) -> StepPlanner:
+        return self._planner
 
 
 def _late(generation: Generation) -> DeadlineExceeded:

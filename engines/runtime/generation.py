@@ -7,14 +7,19 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engines.errors import EngineError
 from engines.runtime.constraint import Constraint
 from engines.runtime.draft_length import Acceptance
 from engines.runtime.media_span import NO_SPANS, SpanMap
+from engines.runtime.origin import Origin
 from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from engines.runtime.text import TextAssembler
 from engines.runtime.thinking_budget import ThinkingBudget
+
+if TYPE_CHECKING:
+    from engines.runtime.landing import Incoming
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ class Generation:
 
     `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
     earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
-    `spans` are the prompt's images; their ids stand in it too, an entry for each cell.
+    `spans` are the prompt's images; their ids stand in it too, an entry for each cell. Prefixes are shared within a `tenant`;
+    `system_cut` tokens of the prompt are its system prompt and tools. `incoming` is what the host's store has of the prompt.
     """
 
     request_id: str
@@ -147,6 +153,10 @@ class Generation:
     thinking_budget: ThinkingBudget | None = None
     constraint: Constraint | None = None
     spans: SpanMap = NO_SPANS
+    tenant: str = ""
+    session: str = ""
+    system_cut: int = 0
+    incoming: Incoming | None = None
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)
@@ -156,6 +166,10 @@ class Generation:
         self.acceptance = Acceptance()
         self.needs_whole_rows = False
         self.forced: deque[int] = deque()
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.tenant, self.session, self.system_cut)
 
     @property
     def longest_draft(self) -> int:

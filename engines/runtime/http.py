@@ -13,9 +13,12 @@ from engines.runtime.core import EngineCore
 from engines.runtime.http_chat import ChatEndpoint
 from engines.runtime.http_completions import CompletionEndpoint
 from engines.runtime.http_embeddings import refusing_operations
-from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages
+from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages, refuse_strangers
+from engines.runtime.http_forget import ForgetEndpoint
 from engines.runtime.http_infill import InfillEndpoint
 from engines.runtime.http_messages import MessagesEndpoint
+from engines.runtime.http_park import ParkEndpoint
+from engines.runtime.http_rates import RatesEndpoint
 from engines.runtime.http_responses import ResponsesEndpoint
 from engines.runtime.http_slots import SlotEndpoint
 from engines.runtime.http_state import StateEndpoint
@@ -23,6 +26,7 @@ from engines.runtime.http_text import TextEndpoints
 from engines.runtime.http_views import Views
 from engines.runtime.openapi import DescriptionEndpoint
 from engines.runtime.operations import Operation, routes
+from engines.runtime.parking import Parking
 from engines.runtime.preparation import Preparation
 from engines.runtime.state_desk import StateDesk
 
@@ -35,6 +39,8 @@ class EngineServer:
         self.core = core
         self.preparation = Preparation(config, core)
         self.desk = StateDesk(core)
+        self.parking = Parking(config, core, self.desk)
+        self.preparation.parking = self.parking if self.parking.is_on else None
 
     def operations(self) -> list[Operation]:
         preparation = self.preparation
@@ -46,19 +52,31 @@ class EngineServer:
             *ResponsesEndpoint(preparation).operations(),
             *MessagesEndpoint(preparation).operations(),
             *TextEndpoints(preparation).operations(),
-            *SlotEndpoint(preparation, self.desk).operations(),
+            *SlotEndpoint(preparation, self.desk, self.parking).operations(),
+            *ParkEndpoint(self.parking).operations(),
             *StateEndpoint(self.desk).operations(),
+            *RatesEndpoint(preparation, self.desk).operations(),
+            *ForgetEndpoint(preparation).operations(),
             *refusing_operations(),
         ]
         return [*served, *DescriptionEndpoint(served).operations()]
 
     def app(self) -> web.Application:
         app = web.Application(
-            client_max_size=self.config.max_body_bytes, middlewares=[errors_as_json, refuse_foreign_pages]
+            client_max_size=self.config.max_body_bytes,
+            middlewares=[errors_as_json, refuse_foreign_pages, refuse_strangers],
         )
         app[CONFIG] = self.config
         app.add_routes(routes(self.operations()))
+        app.on_startup.append(self._begin)
+        app.on_cleanup.append(self._end)
         return app
+
+    async def _begin(self, _app: web.Application) -> None:
+        self.parking.begin()
+
+    async def _end(self, _app: web.Application) -> None:
+        await self.parking.close()
 
     def close(self) -> None:
         self.preparation.close()

@@ -14,6 +14,7 @@ from engines.runtime.chat_output import ChatFormat
 from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.http_stream import COMMENT_PING, collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.thinking_budget import ThinkingBudget
 
@@ -33,7 +34,13 @@ def prepare_chat(
     """`body` as generations. `param` names the client's field of the conversation in errors. Any thread."""
     prompt = preparation.chat_prompt(body, param, images)
     generations = preparation.generations(
-        body, [prompt.tokens], identity, cuts=prompt.cuts, spans=prompt.spans, param=param
+        body,
+        [prompt.tokens],
+        identity,
+        cuts=prompt.cuts,
+        system_cut=prompt.system_cut,
+        spans=prompt.spans,
+        param=param,
     )
     preparation.constrain(generations, constraint_spec(body, prompt))
     for generation in generations:
@@ -75,12 +82,12 @@ class ChatEndpoint:
         ]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        identity = request_id(request)
+        identity, origin = request_id(request), read_origin(request.headers)
         raw = await request.read()
         ready = await prepared_chat(self._preparation, lambda: parse_chat_request(raw), identity, "messages")
         model_name = self._preparation.config.model_name
         answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
-        with self._preparation.running(ready.generations):
+        async with self._preparation.running(ready.generations, origin):
             if ready.body.stream:
                 return await stream(request, ready.generations, ChatStream(answer, ready.body))
             pieces = await collect(ready.generations)

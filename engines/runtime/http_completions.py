@@ -15,6 +15,7 @@ from engines.runtime.http_stream import collect, stream
 from engines.runtime.http_text import detokenize, require_known
 from engines.runtime.llama import Vocabulary
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Preparation, request_id
 
 
@@ -41,7 +42,7 @@ class CompletionEndpoint:
         ]
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        identity = request_id(request)
+        identity, origin = request_id(request), read_origin(request.headers)
         raw = await request.read()
         ready = await self._preparation.run(self._prepare, raw, identity)
         sampling = ready.body.sampling
@@ -54,7 +55,7 @@ class CompletionEndpoint:
             with_logprobs=ready.body.logprobs is not None,
             with_usage=sampling.include_usage,
         )
-        with self._preparation.running(ready.generations):
+        async with self._preparation.running(ready.generations, origin):
             if sampling.stream:
                 return await stream(request, ready.generations, answer)
             return web.json_response(answer.whole(await collect(ready.generations)))

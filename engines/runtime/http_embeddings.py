@@ -25,7 +25,7 @@ from engines.runtime.embedding_job import EmbeddingJob, Tokens, Values
 from engines.runtime.embedding_llama import PoolingLlama
 from engines.runtime.embedding_prompt import PairPrompt, as_tokens
 from engines.runtime.embedding_vectors import as_base64, as_numbers, relevance, unit
-from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages
+from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages, refuse_strangers
 from engines.runtime.http_views import Views
 from engines.runtime.operations import GENERATES, Handler, Operation, routes
 from engines.runtime.preparation import PREPARE_THREADS, request_id
@@ -71,7 +71,8 @@ class PoolingServer:
 
     def app(self) -> web.Application:
         app = web.Application(
-            client_max_size=self.config.max_body_bytes, middlewares=[errors_as_json, refuse_foreign_pages]
+            client_max_size=self.config.max_body_bytes,
+            middlewares=[errors_as_json, refuse_foreign_pages, refuse_strangers],
         )
         app[CONFIG] = self.config
         app.add_routes(routes(self.operations()))

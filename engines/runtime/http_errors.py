@@ -1,7 +1,8 @@
-"""The two middlewares of the engine's server: failures in the shape that a path's clients know, and no foreign web pages."""
+"""The middlewares of the engine's server: failures in the shape that a path's clients know, no foreign pages, no strangers."""
 
 from __future__ import annotations
 
+import hmac
 import logging
 
 from aiohttp import web
@@ -9,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from engines.browser_guard import foreign_page, host_name, is_loopback
 from engines.config import EngineConfig
-from engines.errors import BodyTooLarge, EngineError, InvalidRequest
+from engines.errors import BodyTooLarge, EngineError, InvalidRequest, NotAuthenticated
 from engines.runtime.operations import Handler
 
 log = logging.getLogger("hydra.engine.http")
@@ -17,6 +18,8 @@ log = logging.getLogger("hydra.engine.http")
 CONFIG = web.AppKey("config", EngineConfig)
 
 MESSAGES_PATH = "/v1/messages"
+# Whoever watches an engine needs no secret to see that it lives.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/healthz", "/readyz"})
 
 
 def json_error(request: web.Request, error: EngineError, **headers: str) -> web.Response:
@@ -64,4 +67,15 @@ async def refuse_foreign_pages(request: web.Request, handler: Handler) -> web.St
         refusal = EngineError(f"Requests from other web pages are refused ({reason}).")
         refusal.error_type, refusal.code, refusal.http_status = "permission_error", "foreign_origin", 403
         return json_error(request, refusal)
+    return await handler(request)
+
+
+@web.middleware
+async def refuse_strangers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Beyond loopback an engine answers those that have its secret: its site and its head."""
+    secret = request.app[CONFIG].http_secret
+    if secret and request.path not in OPEN_PATHS:
+        scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(presented.strip().encode(), secret.encode()):
+            return json_error(request, NotAuthenticated("This engine asks for its secret."))
     return await handler(request)

@@ -11,6 +11,7 @@ from engines.runtime.generation import Generation
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.native_answer import NativeAnswer
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Preparation, request_id
 
 # Kept free for the answer where the request does not say how long it may be.
@@ -35,10 +36,11 @@ class InfillEndpoint:
         ]
 
     async def infill(self, request: web.Request) -> web.StreamResponse:
+        origin = read_origin(request.headers)
         raw = await request.read()
         body, generations = await self._preparation.run(self._prepare, raw, request_id(request))
         answer = NativeAnswer(self._preparation.config.model_name)
-        with self._preparation.running(generations):
+        async with self._preparation.running(generations, origin):
             if body.sampling.stream:
                 return await stream(request, generations, answer)
             pieces = await collect(generations)

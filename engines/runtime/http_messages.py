@@ -11,6 +11,7 @@ from engines.runtime.http_errors import MESSAGES_PATH
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.messages_answer import MessagesAnswer
 from engines.runtime.operations import GENERATES, JSON, NEEDS_MODEL, SSE, Operation
+from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Images, Preparation, request_id
 
 
@@ -40,14 +41,14 @@ class MessagesEndpoint:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        identity = request_id(request)
+        identity, origin = request_id(request), read_origin(request.headers)
         raw = await request.read()
         ready = await prepared_chat(
             self._preparation, lambda: parse_messages_request(raw), identity, "messages", translated=True
         )
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
         answer = MessagesAnswer(identity, model_name, vocabulary, ready.form)
-        with self._preparation.running(ready.generations):
+        async with self._preparation.running(ready.generations, origin):
             if ready.body.stream:
                 return await stream(request, ready.generations, answer)
             pieces = await collect(ready.generations)

@@ -9,6 +9,7 @@ from engines.api_schema import ChatRequest
 from engines.runtime.http_chat import PreparedChat, prepare_chat
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
+from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.responses_answer import ResponsesAnswer
 
@@ -31,7 +32,7 @@ class ResponsesEndpoint:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        identity = request_id(request)
+        identity, origin = request_id(request), read_origin(request.headers)
         raw = await request.read()
 
         def finish(asked: ResponsesRequest, chat: ChatRequest, images: Images) -> tuple[ResponsesRequest, PreparedChat]:
@@ -42,7 +43,7 @@ class ResponsesEndpoint:
         )
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
         answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form)
-        with self._preparation.running(ready.generations):
+        async with self._preparation.running(ready.generations, origin):
             if body.stream:
                 return await stream(request, ready.generations, answer)
             pieces = await collect(ready.generations)

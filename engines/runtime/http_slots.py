@@ -13,7 +13,9 @@ from engines.api_body import validated
 from engines.api_schema import parse_json_object
 from engines.api_slots import SlotFileRequest
 from engines.errors import InvalidRequest, NotServed, SlotBusy, SlotNotFound
+from engines.runtime.http_park import snapshot_body
 from engines.runtime.operations import Operation, Parameter
+from engines.runtime.parking import Parking
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation
 from engines.runtime.slot_files import SlotFiles
@@ -23,20 +25,23 @@ MAX_ID_DIGITS = 6
 
 
 class SlotEndpoint:
-    def __init__(self, preparation: Preparation, desk: StateDesk) -> None:
+    def __init__(self, preparation: Preparation, desk: StateDesk, parking: Parking) -> None:
         self._preparation = preparation
+        self._parking = parking
         folder = preparation.config.slot_save_path
         self._files = SlotFiles(Path(folder), desk) if folder else None
 
     def operations(self) -> list[Operation]:
         slot = Parameter("id", "path", {"type": "integer", "minimum": 0}, "The slot, as GET /slots names it.")
-        action = Parameter("action", "query", {"enum": ["save", "restore", "erase"]}, "What to do.", required=True)
+        action = Parameter(
+            "action", "query", {"enum": ["save", "restore", "erase", "park"]}, "What to do.", required=True
+        )
         return [
             Operation(
                 "POST",
                 "/slots/{id}",
                 self.act,
-                "Saves a slot to a file, restores it from one (both need a body), or erases it.",
+                "Saves a slot to a file, restores it from one (both need a body), erases it, or parks it in the host's store.",
                 (SlotFileRequest,),
                 (slot, action),
                 statuses=(404, 409, 422, 501, 503),
@@ -48,8 +53,11 @@ class SlotEndpoint:
         action = request.query.get("action")
         if action == "erase":
             return web.json_response(await self._erase(slot_id))
+        if action == "park":
+            snapshot = snapshot_body(await self._parking.park_slot(slot_id))
+            return web.json_response({"id_slot": slot_id, "snapshot": snapshot})
         if action not in ("save", "restore"):
-            raise InvalidRequest("action must be save, restore or erase.", param="action")
+            raise InvalidRequest("action must be save, restore, erase or park.", param="action")
         if self._files is None:
             raise NotServed(
                 "This engine keeps no saved slots.", hint="Start it with slot_save_path, the folder that they go to."
@@ -67,7 +75,11 @@ class SlotEndpoint:
                 raise SlotNotFound(f"There is no slot {slot_id}.")
             if not slot.idle:
                 raise SlotBusy(f"Slot {slot_id} is busy.")
-            tokens = len(slot.sequence)
+            tokens, put_away = len(slot.sequence), cache.host.of_slot(slot_id)
+            if put_away is not None and not tokens:
+                # An idle conversation may lie in host memory meanwhile; it is the slot's all the same.
+                tokens = len(put_away.tokens)
+                cache.host.forget(put_away)
             slot.sequence.clear()
             return tokens
 

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from engines.errors import InvalidRequest, SlotNotFound, StateInvalid
 from engines.runtime.operations import NEEDS_MODEL, Operation, Parameter
+from engines.runtime.origin import Origin, read_origin
 from engines.runtime.state_desk import FORMS, ExportedState, RestoreTerms, StateDesk, StateMeta
 
 SMALL_BYTES = 16 << 20
@@ -85,8 +86,12 @@ class StateEndpoint:
         erase = request.query.get("erase_existing", "true").lower()
         if erase not in ("true", "false", "1", "0"):
             raise InvalidRequest("erase_existing must be true or false.", param="erase_existing")
+        said = read_origin(request.headers)
         terms = RestoreTerms(
-            request.content_length, request.headers.get(FINGERPRINT_HEADER), erase_existing=erase in ("true", "1")
+            request.content_length,
+            request.headers.get(FINGERPRINT_HEADER),
+            erase_existing=erase in ("true", "1"),
+            origin=Origin(said.tenant, said.session),
         )
         restored = await self._desk.restore(_slot_id(request), terms, _proved(request))
         return web.json_response(

@@ -1,6 +1,7 @@
 """Memory of an engine: known before anything is loaded, refused if it cannot fit, measured after loading.
 
-`python -m engines.runtime.memory --config PATH` loads the model, computes one batch and prints both as one line of JSON.
+`python -m engines.runtime.memory --config PATH` loads the model, computes one batch and prints both as one line of JSON; with
+`--plan` it loads nothing and prints what would be taken, whether it fits, and if not the nearest form that does.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 from prometheus_client import CollectorRegistry, Gauge
 
 from engines.config import ConfigInvalid, EngineConfig
 from engines.errors import DoesNotFit, ModelLoadFailed
-from engines.runtime import ggml, memory_probe
+from engines.runtime import ggml, llama_log, memory_probe
 from engines.runtime.host_memory import Room, process_anonymous_bytes, process_resident_bytes
 from engines.runtime.memory_fit import nearest_form
 from engines.runtime.memory_need import HOST, DeviceNeed, MemoryNeed, shortages, sized
@@ -138,9 +140,11 @@ def main(arguments: list[str]) -> int:
         prog="python -m engines.runtime.memory", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--config", type=Path, required=True, help="JSON file of an EngineConfig")
+    parser.add_argument("--plan", action="store_true", help="load nothing")
+    options = parser.parse_args(arguments)
     try:
-        config = EngineConfig.from_json(parser.parse_args(arguments).config.read_text())
-        print(json.dumps(_measure_once(config)))
+        config = EngineConfig.from_json(options.config.read_text())
+        print(json.dumps(planned(config) if options.plan else measured_once(config)))
     except (ConfigInvalid, OSError) as error:
         print(f"memory: {error}", file=sys.stderr)
         return 2
@@ -150,13 +154,35 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _measure_once(config: EngineConfig) -> dict[str, Any]:
+def planned(config: EngineConfig) -> dict[str, Any]:
+    """What an engine of `config` would take by device and kind, and whether it fits; `nearest` changes what does not."""
+    llama_log.install()
+    llama_cpp.llama_backend_init()
+    rooms = memory_probe.rooms(place(config))
+    need = plan(config)
+    short = shortages(need, rooms)
+    nearest = nearest_form(config, rooms, [shortage.device for shortage in short]) if short else None
+    return {
+        "predicted": _listed(need),
+        "estimated": need.estimated,
+        "rooms": {device: [room.free_bytes, room.total_bytes] for device, room in rooms.items()},
+        "fits": not short,
+        "reason": "; ".join(map(str, short)),
+        "nearest": dict(nearest.change) if nearest else None,
+    }
+
+
+def measured_once(config: EngineConfig) -> dict[str, Any]:
     """Loads, computes one whole batch so that every buffer has been touched, and lists bytes by device and kind."""
+    from engines.runtime.draft_model import DraftModel
     from engines.runtime.llama import Batch, Llama
 
     anonymous_bytes = process_anonymous_bytes()
     llama = Llama(config, config.threads or 1, lambda _share: None)
+    drafts: DraftModel | None = None
     try:
+        if config.wants_draft_head and llama_cpp.llama_model_n_layer_nextn(llama.model):
+            drafts = DraftModel(llama, config, config.threads or 1)
         tokens = min(config.pooled_step_tokens, llama.context_train_tokens) if config.pooling else config.batch_tokens
         batch = Batch(tokens)
         batch.add(0, 0, [1] * tokens, outputs=1)
@@ -174,6 +200,8 @@ def _measure_once(config: EngineConfig) -> dict[str, Any]:
             "estimated": report.predicted.estimated,
         }
     finally:
+        if drafts is not None:
+            drafts.close()
         llama.close()
 
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from engines.runtime.draft_length import DraftLength
 from engines.runtime.generation import Stats
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.rates import Rates
 from engines.runtime.waiting import WaitingLine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,6 +20,7 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._rates: Rates | None = None
         self.prompt_tokens = self._counter("llamacpp:prompt_tokens", "Prompt tokens computed")
         self.predicted_tokens = self._counter("llamacpp:tokens_predicted", "Tokens generated")
         self.prompt_seconds = self._counter("llamacpp:prompt_seconds", "Time from admission to the first token")
@@ -82,8 +84,18 @@ class EngineMetrics:
         Gauge("hydra_engine_draft_acceptance", "Share of drafted tokens that were right, of late, all generations",
               registry=self.registry).set_function(lambda: length.prior)  # fmt: skip
 
+    def watch_rates(self, rates: Rates) -> None:
+        """Registers the speeds that a router goes by, and tells them how long generations hold a slot."""
+        self._rates = rates
+        Gauge("hydra_engine_prompt_token_seconds", "Time of a prompt's token, of late",
+              registry=self.registry).set_function(lambda: rates.prefill.token_s)  # fmt: skip
+        Gauge("hydra_engine_request_seconds", "Time that a generation holds a slot, of late",
+              registry=self.registry).set_function(lambda: rates.request_s)  # fmt: skip
+
     def ended(self, outcome: str, stats: Stats) -> None:
         self.requests.labels(outcome).inc()
+        if self._rates is not None and stats.completion_tokens:
+            self._rates.ended(stats.prompt_s + stats.decode_s)
         self.cached_tokens.inc(stats.cached_tokens)
         self.drafted_tokens.inc(stats.drafted_tokens)
         self.accepted_tokens.inc(stats.accepted_tokens)

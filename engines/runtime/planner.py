@@ -65,11 +65,14 @@ class StepPlanner:
         self.batch = Batch(llama.batch_tokens)
         self._cache = cache
         self._llama = llama
-        self._alternates = llama.has_recurrent_state
+        self.alternates = llama.has_recurrent_state
         self._decoded_last = False
         self._room = 0
         self._chunks = 0
         self.alone_tokens = self.shared_tokens = self.batch.capacity
+        # Seconds of a prompt's token, and of a step with one stream; None until a warm-up measured them.
+        self.prompt_token_s: float | None = None
+        self.step_s: float | None = None
         # Set once the model has loaded, where the engine drafts.
         self.speculation: Speculation | None = None
         # Set once the model has loaded, where it has a projector.
@@ -94,6 +97,8 @@ class StepPlanner:
             rate = tokens / max(elapsed_s, 1e-6)
             if elapsed_s > WARM_UP_ENOUGH_S and tokens > WARM_UP_TOKENS[0]:
                 break
+        self._time_prompt(1)
+        self.prompt_token_s, self.step_s = 1 / rate, self._time_prompt(1)
         self.alone_tokens = _chunk(rate * CHUNK_ALONE_S, self.batch.capacity)
         self.shared_tokens = _chunk(rate * CHUNK_SHARED_S, self.batch.capacity)
         if self._measures_checkpoints:
@@ -125,7 +130,7 @@ class StepPlanner:
             rows, filling = self._plan_span(self.span_batch, decoding, filling)
             if rows:
                 return rows
-        return self._plan_apart(decoding, filling) if self._alternates else self._plan_together(decoding, filling)
+        return self._plan_apart(decoding, filling) if self.alternates else self._plan_together(decoding, filling)
 
     def _plan_span(self, batch: SpanBatch, decoding: list[Slot], filling: list[Slot]) -> tuple[list[Row], list[Slot]]:
         """The first image's next stretch as a step, if it is its turn; and the slots that do not stand at one."""

@@ -19,6 +19,7 @@ from engines.runtime.generation import Generation
 from engines.runtime.host_cache import MIN_TOKENS, HostCache, HostEntry
 from engines.runtime.llama import Llama
 from engines.runtime.media_span import NO_SPANS, SpanMap
+from engines.runtime.origin import Origin
 from engines.runtime.slots import Slot
 
 # A source slot whose tail is at most this share of what it lends is overwritten: the tail is then most likely an answer that
@@ -70,29 +71,46 @@ class PrefixCache:
         # For exports and imports of ranges: always empty between two slices of an errand, so never reused.
         self.scratch = (sequences[kept], sequences[kept + 1])
         # llama.cpp exports of a windowed layer only what its last token can see.
-        whole_only = llama.has_recurrent_state or llama.window_tokens > 0
+        self.whole_only = whole_only = llama.has_recurrent_state or llama.window_tokens > 0
         self.host = HostCache(config.host_cache_bytes, cuts_anywhere=not whole_only)
         # On a CPU attention walks the cells of idle conversations too: two of them nearly doubled a first token's time.
         self._puts_away_idle = config.put_away_idle and config.gpu_layers == 0 and not whole_only
 
+    @property
+    def holders(self) -> list[Slot | Checkpoint]:
+        """All whose sequences may hold a conversation."""
+        return [*self.slots, *self.checkpoints]
+
+    def glance(self) -> object:
+        """Differs from an earlier one when an idle conversation came, went or went on. May be called from any thread."""
+        slots = tuple((slot.used_at, len(slot.sequence)) if slot.idle else None for slot in self.slots)
+        return slots, len(self.host), self.host.used_bytes
+
     # --- where a prefix is ----------------------------------------------------------------------
 
-    def best_source(self, tokens: list[int], spans: SpanMap = NO_SPANS) -> Source:
-        """The longest reusable prefix of `tokens`, of whose `spans` it cuts none; one token is always left to decode, since a
-        state holds no logits."""
+    def best_source(self, tokens: list[int], spans: SpanMap = NO_SPANS, tenant: str = "") -> Source:
+        """The longest reusable prefix of the tenant's `tokens`, of whose `spans` it cuts none; one token is always left to
+        decode, since a state holds no logits."""
         best = Source()
-        for sequence in self._still_sequences():
+        for sequence in self._still_sequences(tenant):
             length = self._usable(sequence, tokens, spans)
             if length > best.length:
                 best = Source(length, sequence)
-        entry, length = self.host.best(tokens, spans)
+        entry, length = self.host.best(tokens, spans, tenant)
         # Loading costs time that sharing does not, so it must save something.
         return Source(length, entry=entry) if entry and length >= best.length + MIN_TOKENS else best
 
-    def _still_sequences(self) -> Iterable[Sequence]:
-        """Sequences that may lend a prefix: a busy slot's moves on, which matters only where it cannot be cut."""
-        yield from (slot.sequence for slot in self.slots if self.cuts_anywhere or slot.idle)
-        yield from (checkpoint.sequence for checkpoint in self.checkpoints)
+    def _still_sequences(self, tenant: str) -> Iterable[Sequence]:
+        """Sequences that may lend a prefix: a busy slot's moves on, which matters only where it cannot be cut. One that holds
+        another tenant's tokens does not even tell whether they are the same."""
+        still = [slot.sequence for slot in self.slots if self.cuts_anywhere or slot.idle]
+        still += [checkpoint.sequence for checkpoint in self.checkpoints]
+        return (sequence for sequence in still if sequence.origin.tenant == tenant)
+
+    def shared_with_running(self, source: Source) -> int:
+        """Cells of the source that are counted already, because a running generation holds them."""
+        busy = any(slot.sequence is source.sequence for slot in self.busy)
+        return source.length if busy else 0
 
     def _usable(self, sequence: Sequence, tokens: list[int], spans: SpanMap) -> int:
         shared = min(common_prefix(sequence.tokens, tokens), len(tokens) - 1)
@@ -116,7 +134,7 @@ class PrefixCache:
         """
         for slot in self.slots:
             leader = slot.generation
-            if leader is None or slot.decoding or not leader.reuse_prefix:
+            if leader is None or slot.decoding or not leader.reuse_prefix or leader.tenant != generation.tenant:
                 continue
             fork = min(common_prefix(leader.tokens, generation.tokens), len(generation.tokens) - 1)
             if generation.spans:
@@ -154,24 +172,38 @@ class PrefixCache:
         if source.sequence is sequence:
             sequence.cut(source.length)
             return
-        self._put_away(sequence)
+        self.put_away(slot)
         if source.sequence is not None:
             sequence.share_prefix(source.sequence, source.length)
             self._touch(source.sequence)
         elif source.entry is not None:
             if not self.make_room(len(source.entry.tokens)):
                 return  # the entry is good, it only has no room now
-            if sequence.load(source.entry.state, source.entry.tokens, source.entry.spans):
-                self.host.used(source.entry)
+            if self._load(sequence, source.entry):
                 sequence.cut(source.length)
-            else:
-                self.host.forget(source.entry)
 
-    def _put_away(self, sequence: Sequence) -> None:
+    def _load(self, sequence: Sequence, entry: HostEntry) -> bool:
+        if sequence.load(entry.state, entry.tokens, entry.spans, entry.origin):
+            self.host.used(entry)
+            return True
+        self.host.forget(entry)
+        return False
+
+    def bring_back(self, slot: Slot) -> None:
+        """Fills an empty, idle slot with its conversation that was put away, if that is still in host memory."""
+        entry = self.host.of_slot(slot.index)
+        if entry is not None and slot.idle and not len(slot.sequence) and self.make_room(len(entry.tokens)):
+            slot.used_at = time.monotonic()
+            self._load(slot.sequence, entry)
+
+    def _put_away(self, sequence: Sequence, slot: int | None = None) -> None:
+        """`slot`: whose conversation it stays."""
         # A recurrent state is large however short its text: where computing it anew is quick, it is not copied.
         least = MIN_TOKENS if self.cuts_anywhere else max(MIN_TOKENS, self.checkpoint_min_tokens)
         if sequence.cells_alone() >= least:
             self.host.save(sequence)
+            if slot is not None:
+                self.host.link(slot, sequence)
         sequence.clear()
 
     def put_away_one(self) -> bool:
@@ -181,13 +213,13 @@ class PrefixCache:
         idle = sorted((s for s in self.slots if s.idle and len(s.sequence)), key=lambda slot: slot.used_at)
         for slot in idle[:-1]:
             if slot.sequence.cells_alone() >= MIN_TOKENS and self.host.holds_after_save(slot.sequence):
+                self.host.link(slot.index, slot.sequence)
                 slot.sequence.clear()
                 return True
         return False
 
     def _touch(self, sequence: Sequence) -> None:
-        holders: list[Slot | Checkpoint] = [*self.slots, *self.checkpoints]
-        for holder in holders:
+        for holder in self.holders:
             if holder.sequence is sequence:
                 holder.used_at = time.monotonic()
 
@@ -199,9 +231,11 @@ class PrefixCache:
         if not self.can_share:
             self.host.save(slot.sequence)
             return
-        if not self.checkpoints or any(c.sequence.tokens == tokens for c in self.checkpoints):
+        origin = slot.sequence.origin
+        same = (c for c in self.checkpoints if c.sequence.origin.tenant == origin.tenant)
+        if not self.checkpoints or any(c.sequence.tokens == tokens for c in same):
             return
-        self._thin(tokens)
+        self._thin(tokens, origin)
         place = self.checkpoint_place()
         if place is not None:
             place.sequence.share_prefix(slot.sequence, len(tokens))
@@ -216,20 +250,22 @@ class PrefixCache:
         place.used_at = time.monotonic()
         return place
 
-    def checkpoints_of(self, tokens: list[int]) -> list[Checkpoint]:
-        """Those at a cut of `tokens` before their end, the shortest first."""
-        found = [c for c in self.checkpoints if 0 < len(c.sequence) < len(tokens)]
+    def checkpoints_of(self, tokens: list[int], origin: Origin) -> list[Checkpoint]:
+        """Those of the same tenant at a cut of `tokens` before their end, the shortest first."""
+        mine = [c for c in self.checkpoints if c.sequence.origin.tenant == origin.tenant]
+        found = [c for c in mine if 0 < len(c.sequence) < len(tokens)]
         return sorted(
             (c for c in found if tokens[: len(c.sequence)] == c.sequence.tokens), key=lambda c: len(c.sequence)
         )
 
     def put_away(self, slot: Slot) -> None:
-        """Empties an idle slot; what it holds goes to host memory if it is worth it."""
+        """Empties an idle slot for another content; what it holds goes to host memory if it is worth it."""
         self._put_away(slot.sequence)
+        self.host.unlink(slot.index)
 
-    def _thin(self, tokens: list[int]) -> None:
+    def _thin(self, tokens: list[int], origin: Origin) -> None:
         """Drops earlier checkpoints of the same conversation that the new one makes superfluous; the first one stays."""
-        lineage = [checkpoint for checkpoint in self.checkpoints_of(tokens) if not checkpoint.leaving]
+        lineage = [checkpoint for checkpoint in self.checkpoints_of(tokens, origin) if not checkpoint.leaving]
         middle = lineage[1:]
         for checkpoint in middle:
             if len(tokens) - len(checkpoint.sequence) < self._spacing_tokens:
@@ -260,5 +296,5 @@ class PrefixCache:
             if self.ledger.free >= cells:
                 break
             if len(holder.sequence):
-                self._put_away(holder.sequence)
+                self._put_away(holder.sequence, holder.index if isinstance(holder, Slot) else None)
         return self.ledger.free >= cells

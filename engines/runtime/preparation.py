@@ -9,11 +9,11 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from aiohttp import web
 
@@ -25,6 +25,7 @@ from engines.errors import (
     EngineLoading,
     EngineStopping,
     InvalidRequest,
+    QueueFull,
     UnsupportedParameter,
 )
 from engines.runtime.chat import ChatTemplate, Prompt
@@ -36,10 +37,16 @@ from engines.runtime.media_desk import MediaDesk
 from engines.runtime.media_image import ImageFile, image_file
 from engines.runtime.media_projector import Part
 from engines.runtime.media_span import NO_SPANS, SpanMap
+from engines.runtime.origin import UNKNOWN, RequestOrigin
 from engines.runtime.request_defaults import RequestDefaults
 from engines.runtime.sampler import SEED_MASK, SamplingParams
 
+if TYPE_CHECKING:
+    from engines.runtime.parking import Parking
+
 PREPARE_THREADS = 2
+# So many requests may always wait for those threads; more where the waiting line behind them is longer.
+LEAST_PENDING = 64
 MAX_REQUEST_ID_CHARS = 128
 T = TypeVar("T")
 Asked = TypeVar("Asked")
@@ -76,11 +83,14 @@ class Preparation:
         self.core = core
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
+        self._pending = 0
         self._making = threading.Lock()
         self._template: ChatTemplate | None = None
         self._compiler: ConstraintCompiler | None = None
         self._media: MediaDesk | None = None
         self.defaults = RequestDefaults()
+        # Set where there is a store.
+        self.parking: Parking | None = None
 
     def close(self) -> None:
         for pool in (self._pool, self._aside):
@@ -93,13 +103,22 @@ class Preparation:
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """`work(*args)` on one of the threads. Raises EngineLoading and EngineStopping while there is no model."""
-        self.llama  # noqa: B018 -- asks before a body is parsed for nothing
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+        return await self._on(self._pool, work, *args)
 
     async def run_aside(self, work: Callable[..., T], *args: object) -> T:
         """The same on a thread of its own, for work without a bound by the context: chats must not wait behind it."""
-        self.llama  # noqa: B018
-        return await asyncio.get_running_loop().run_in_executor(self._aside, work, *args)
+        return await self._on(self._aside, work, *args)
+
+    async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
+        """Raises QueueFull rather than to let bodies pile up in front of busy threads."""
+        self.llama  # noqa: B018 -- asks before a body is parsed for nothing
+        if self._pending >= max(LEAST_PENDING, self.config.queue_limit + self.config.slots):
+            raise QueueFull(f"{self._pending} requests are being prepared already.")
+        self._pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+        finally:
+            self._pending -= 1
 
     async def run_chat(
         self,
@@ -152,11 +171,20 @@ class Preparation:
             self._media = MediaDesk(self.config, self.core.projector)
         return self._media
 
-    @contextmanager
-    def running(self, generations: Sequence[Generation]) -> Iterator[None]:
-        """Submits all of them, and cancels what still runs when the block is left, by whatever way."""
+    @asynccontextmanager
+    async def running(self, generations: Sequence[Generation], origin: RequestOrigin = UNKNOWN) -> AsyncIterator[None]:
+        """Submits all of them, as `origin`'s, and cancels what still runs when the block is left, by whatever way.
+
+        Before that the host's store is asked for the prompt's beginning, for a bounded time.
+        """
+        for generation in generations:
+            generation.tenant, generation.session = origin.tenant, origin.session
+            if origin.budget_s is not None:
+                generation.deadline_at = min(generation.deadline_at, time.monotonic() + origin.budget_s)
         spans = generations[0].spans  # all choices show the same
         with self.media.holding(spans) if spans else nullcontext():
+            if self.parking is not None:
+                await self.parking.look_up(generations, origin.stores)
             self.core.submit(*generations)
             try:
                 yield
@@ -211,7 +239,8 @@ class Preparation:
             raise UnsupportedParameter("Images are not taken here.", param=param, hint="Send them in a chat over HTTP.")
         self.refuse_hopeless(sum(len(message.text().encode()) for message in request.messages), param)
         try:
-            return self.template.prompt(request, with_cuts=llama.needs_checkpoints, images=images)
+            with_cuts = llama.needs_checkpoints or bool(self.config.store_port)
+            return self.template.prompt(request, with_cuts=with_cuts, images=images)
         except UnicodeEncodeError as error:
             raise InvalidRequest("The rendered prompt holds a lone surrogate, which is not valid Unicode.") from error
 
@@ -222,6 +251,7 @@ class Preparation:
         identity: str,
         *,
         cuts: Sequence[int] = (),
+        system_cut: int = 0,
         spans: SpanMap = NO_SPANS,
         param: str,
     ) -> list[Generation]:
@@ -255,7 +285,9 @@ class Preparation:
                 choice=index,
                 reuse_prefix=request.cache_prompt,
                 wants_progress=request.return_progress and request.stream and index == 0,
-                cuts=list(cuts),
+                # Where a prefix can be cut anywhere a prompt is not stopped for them.
+                cuts=list(cuts) if self.llama.needs_checkpoints else [],
+                system_cut=system_cut,
                 spans=spans,
                 owner=request.prompt_cache_key or request.user or "",
                 priority=request.priority,

@@ -98,7 +98,7 @@ class ChatOperations:
             await exchange.answer(Status.OK, answer)
 
     async def _compute(self, generation: Generation) -> Stats:
-        with self._preparation.running([generation]):
+        async with self._preparation.running([generation]):
             pieces = await collect([generation])
         stats = pieces[generation.choice][-1].stats
         assert stats is not None  # of every last piece
@@ -158,7 +158,7 @@ class ChatOperations:
         model_name = self._config.model_name
         answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
         frames = TokenFrames(ChatStream(answer, ready.body), ready.generations)
-        with self._preparation.running(ready.generations):
+        async with self._preparation.running(ready.generations):
             await exchange.begin_frames(DecodeAnswer(identity, model_name, len(ready.generations)))
             await exchange.send_frames(frames.opening())
             await self._send_pieces(exchange, frames, ready.generations)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
+import logging
 import os
+import re
 import stat
 import uuid
 from collections.abc import AsyncIterator
@@ -17,7 +20,10 @@ from pathlib import Path
 from engines.errors import SlotFileFailed, SlotFileNotFound
 from engines.runtime.state_desk import RestoredState, RestoreTerms, StateDesk
 
+log = logging.getLogger("hydra.engine.state")
+
 CHUNK_BYTES = 1 << 20
+UNFINISHED = re.compile(r"\..+\.[0-9a-f]{32}")
 # What opening says of a name that is no regular file of ours: none, a link, a folder, a socket.
 NO_FILE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 
@@ -28,6 +34,7 @@ class SlotFiles:
     def __init__(self, folder: Path, desk: StateDesk) -> None:
         self._folder = folder
         self._desk = desk
+        remove_unfinished(folder)
 
     async def save(self, slot_id: int, name: str) -> tuple[int, int]:
         """Writes a slot's state. Returns its tokens and the file's bytes.
@@ -66,7 +73,26 @@ class SlotFiles:
 
 def _create(path: Path) -> FileIO:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return FileIO(path, "xb", opener=_private)
+    file = FileIO(path, "xb", opener=_private)
+    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by the living; see remove_unfinished
+    return file
+
+
+def remove_unfinished(folder: Path) -> int:
+    """Removes what an engine that died was writing: nobody holds its lock any more. Returns how many files."""
+    removed = 0
+    for path in folder.glob(".*"):
+        if not UNFINISHED.fullmatch(path.name):
+            continue
+        try:
+            with FileIO(path, "rb", opener=_private) as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+        except OSError as error:
+            log.info("%s stays: %s", path, error.strerror)
+        else:
+            removed += 1
+    return removed
 
 
 def _open(path: Path) -> FileIO:

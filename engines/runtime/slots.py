@@ -48,6 +48,7 @@ class Slot:
         if generation.started_at is None:
             generation.cached_tokens = len(self.sequence)
         self.generation = generation
+        self.sequence.origin = generation.origin
         self.used_at = time.monotonic()
 
     def release(self) -> None:

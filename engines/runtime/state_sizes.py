@@ -7,25 +7,25 @@ from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
 
 MIN_BLOCK_TOKENS = 64
-# Kept: conversations share many of them. They also stand between two steps without being felt.
-CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 6 << 20, 12 << 20
+# Kept: conversations share many of them, on whatever device they are, so that all engines of a model must cut alike. They also
+# stand between two steps without being felt. Larger ones of a small model would hold whole conversations and share nothing.
+KEPT_BLOCK_BYTES, KEPT_BLOCK_TOKENS = 8 << 20, 256
 # Moved, while nobody's next token waits: large enough to hide what each costs besides, a third of a millisecond on both.
 CPU_MOVED_BYTES, GPU_MOVED_BYTES = 24 << 20, 48 << 20
 
 
 def kept_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
-    return _fitting(config, layout, GPU_BLOCK_BYTES if config.gpu_layers else CPU_BLOCK_BYTES)
+    return config.kv_block_tokens or _fitting(layout, KEPT_BLOCK_BYTES, KEPT_BLOCK_TOKENS)
 
 
 def moved_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
-    return _fitting(config, layout, GPU_MOVED_BYTES if config.gpu_layers else CPU_MOVED_BYTES)
+    most_bytes = GPU_MOVED_BYTES if config.gpu_layers else CPU_MOVED_BYTES
+    return config.kv_block_tokens or _fitting(layout, most_bytes, MAX_BLOCK_TOKENS)
 
 
-def _fitting(config: EngineConfig, layout: StateLayout, most_bytes: int) -> int:
-    """The configuration's, or the largest power of two whose block has no more than so many bytes."""
-    if config.kv_block_tokens:
-        return config.kv_block_tokens
+def _fitting(layout: StateLayout, most_bytes: int, most_tokens: int) -> int:
+    """The largest power of two whose block has no more than so many bytes and tokens."""
     tokens = MIN_BLOCK_TOKENS
-    while 2 * tokens * layout.attention.token_bytes <= most_bytes and tokens < MAX_BLOCK_TOKENS:
+    while tokens < most_tokens and 2 * tokens * layout.attention.token_bytes <= most_bytes:
         tokens *= 2
     return tokens

@@ -20,6 +20,11 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def prompt_tokens(self, most: int) -> list[int]:
+        """Of those who wait, at most so many, in no order."""
+        with self.changed:
+            return [len(generation.tokens) for generation in self._waiting[:most]]
+
     def put(self, generations: list[Generation], idle_slots: int) -> None:
         """Adds all or none. Raises QueueFull beyond the limit; an idle slot takes the first in line at once, so it adds one."""
         with self.changed:

@@ -24,7 +24,8 @@ from engines.store.in_place import SlabMap
 from engines.store.objects import boot_seconds
 from engines.wire import MAX_JSON_BYTES, RequestHead, ResponseHead
 from engines.wire import Opcode as Op
-from engines.wire_json import (
+from engines.wire_json import read_json, write_json
+from engines.wire_store import (
     CommitAnswer,
     CommitBody,
     DelAnswer,
@@ -39,11 +40,12 @@ from engines.wire_json import (
     ReleaseAnswer,
     ReserveAnswer,
     ReserveBody,
+    SnapshotEntry,
+    SnapshotsAnswer,
+    SnapshotsBody,
     StatAnswer,
     StoredAnswer,
     StoreInfoAnswer,
-    read_json,
-    write_json,
 )
 
 log = logging.getLogger("hydra.store.client")
@@ -71,6 +73,16 @@ class Writing:
     def present(self) -> bool:
         """Whether there is nothing to write."""
         return self._view is None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the object that is there, or of the room."""
+        return self._answer.size
+
+    def require_time(self, margin_s: float = 0.0) -> None:
+        """Raises LeaseLost where the room may be another's in `margin_s`: not a byte may be written then."""
+        if self._answer.expires is not None and boot_seconds() + margin_s >= self._answer.expires:
+            raise LeaseLost("The reservation has run out before it was written.")
 
     @property
     def view(self) -> memoryview:
@@ -143,6 +155,13 @@ class StoreClient(RpcClient):
         except RpcNotFound:
             return None
         return _read(Manifest, payload)
+
+    async def snapshots(
+        self, body: SnapshotsBody | None = None, prefix: str = ""
+    ) -> tuple[Sequence[SnapshotEntry], bool]:
+        """One page of what is stored, in the order of names, and whether there is more behind it."""
+        head, payload = await self._fetch(Op.SNAPSHOTS, prefix, write_json(body or SnapshotsBody()))
+        return _read(list[SnapshotEntry], payload), _read(SnapshotsAnswer, head.meta).more
 
     # --- chunks over the connection -------------------------------------------------------------
 

@@ -53,6 +53,20 @@ class Home:
         os.close(self._lock)
 
 
+def remove_memory(config: StoreConfig) -> bool:
+    """Removes what a store that was to keep its directory has left; False where there is nothing, or its process still lives."""
+    lock = config.folder / LOCK
+    if not lock.is_file() or not _is_own(config.folder):
+        return False
+    try:
+        fd = _locked(lock)
+    except (OSError, StoreUnusable):
+        return False
+    shutil.rmtree(config.folder, ignore_errors=True)
+    os.close(fd)
+    return True
+
+
 def remove_abandoned(config: StoreConfig) -> list[str]:
     """Removes the directories of other stores beside ours whose process is gone for long enough; returns their names."""
     removed = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import re
 from collections import OrderedDict
@@ -12,7 +13,8 @@ from engines.errors import InvalidRequest
 from engines.store.errors import ManifestInvalid
 from engines.store.objects import DIGEST_BYTES, StoredObject
 from engines.store.records import KINDS, MAX_LOGICAL_KEY_BYTES
-from engines.wire_json import Manifest, read_json
+from engines.wire_json import read_json
+from engines.wire_store import Manifest
 
 MAX_NAME_BYTES = 1024
 MAX_CHUNKS = 1 << 17
@@ -143,6 +145,12 @@ class Manifests:
 
     def names(self, prefix: str) -> list[str]:
         return sorted(name for name in self._by_name if name.startswith(prefix))
+
+    def page(self, prefix: str, session: str | None, after: str, limit: int) -> list[StoredManifest]:
+        """The first `limit` by name behind `after`, of those that a prefix and perhaps a session name."""
+        found = self if session is None else self.of_session(session)
+        wanted = (stored for stored in found if stored.name > after and stored.name.startswith(prefix))
+        return heapq.nsmallest(limit, wanted, key=lambda stored: stored.name)
 
     def of(self, objects: Iterable[StoredObject]) -> list[StoredManifest]:
         wanted = set(objects)

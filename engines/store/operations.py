@@ -10,14 +10,14 @@ from engines.errors import InvalidRequest
 from engines.rpc_exchange import Exchange
 from engines.rpc_serving import Service
 from engines.store.errors import ObjectNotFound
-from engines.store.manifests import OBJECT_PREFIX, check_manifest, check_name, digest_from
+from engines.store.manifests import OBJECT_PREFIX, StoredManifest, check_manifest, check_name, digest_from
 from engines.store.objects import StoredObject
 from engines.store.store import Store
 from engines.store.transfer import Transfer
-from engines.wire import MAX_JSON_BYTES, MAX_OBJECT_BYTES, PROTOCOL_VERSION, Opcode, Status
-from engines.wire_json import (
+from engines.wire import MAX_CONFIGURE_BYTES, MAX_JSON_BYTES, MAX_OBJECT_BYTES, PROTOCOL_VERSION, Opcode, Status
+from engines.wire_json import Empty, read_json, write_json
+from engines.wire_store import (
     DelAnswer,
-    Empty,
     GetAnswer,
     GetChunkedAnswer,
     ListAnswer,
@@ -28,12 +28,13 @@ from engines.wire_json import (
     PutChunkedAnswer,
     PutManifestAnswer,
     PutMetaBody,
+    SnapshotEntry,
+    SnapshotsAnswer,
+    SnapshotsBody,
     StatAnswer,
     StoredAnswer,
     StoreInfoAnswer,
     SyncMissingAnswer,
-    read_json,
-    write_json,
 )
 
 STORE_VERSION = "S1"
@@ -41,6 +42,7 @@ CAPABILITIES = ("objects", "manifests", "logical_keys", "in_place", "sendfile")
 # Where a foreign client's blob is cut.
 BLOB_CHUNK_BYTES = 1 << 20
 LOOK_DEADLINE_S = 10.0
+MAX_LISTED_SNAPSHOTS = 1000
 _SIZE = struct.Struct("<i")
 _FRAME = struct.Struct("<ii")
 
@@ -61,6 +63,7 @@ class StoreOperations:
             Opcode.PUT_META: Service(self.put_meta, MAX_JSON_BYTES, LOOK_DEADLINE_S),
             Opcode.PUT_MANIFEST: Service(self.put_manifest, MAX_JSON_BYTES, LOOK_DEADLINE_S),
             Opcode.GET_MANIFEST: Service(self.get_manifest, 0, LOOK_DEADLINE_S),
+            Opcode.SNAPSHOTS: Service(self.snapshots, MAX_CONFIGURE_BYTES, LOOK_DEADLINE_S),
             Opcode.INFO: Service(self.info, 0, LOOK_DEADLINE_S),
         }
         transfers = {
@@ -197,6 +200,15 @@ class StoreOperations:
         stored = self._store.get(check_name(exchange.head.key_text))
         await _answer_with(exchange, Status.OK, Empty(), write_json(stored.manifest))
 
+    async def snapshots(self, exchange: Exchange, body: bytes) -> None:
+        asked = read_json(SnapshotsBody, body, "SNAPSHOTS")
+        if not 1 <= asked.limit <= MAX_LISTED_SNAPSHOTS:
+            raise InvalidRequest(f"limit lies between 1 and {MAX_LISTED_SNAPSHOTS}.", param="limit")
+        page = self._store.manifests.page(exchange.head.key_text, asked.session, asked.after, asked.limit + 1)
+        entries = [asdict(_entry(stored)) for stored in page[: asked.limit]]
+        answer = SnapshotsAnswer(len(entries), more=len(page) > asked.limit)
+        await _answer_with(exchange, Status.OK, answer, json.dumps(entries).encode())
+
     # --- itself ---------------------------------------------------------------------------------
 
     async def info(self, exchange: Exchange, _body: bytes) -> None:
@@ -219,6 +231,20 @@ def writable_name(exchange: Exchange) -> str:
     if name.startswith(OBJECT_PREFIX):
         raise InvalidRequest(f"Objects under {OBJECT_PREFIX} are named by their bytes and live as manifests need them.")
     return name
+
+
+def _entry(stored: StoredManifest) -> SnapshotEntry:
+    manifest = stored.manifest
+    return SnapshotEntry(
+        name=stored.name,
+        session=manifest.session,
+        n_past=manifest.n_past,
+        total_size=manifest.total_size,
+        fingerprint=manifest.fingerprint,
+        checkpoint=stored.has_checkpoint,
+        pinned=manifest.pinned,
+        modified=stored.modified,
+    )
 
 
 async def _answer_with(exchange: Exchange, status: Status, message: object, payload: bytes) -> None:

@@ -14,7 +14,8 @@ from engines.store.operations import LOOK_DEADLINE_S
 from engines.store.store import Store
 from engines.store.transfer import Transfer, proof_of
 from engines.wire import MAX_CONFIGURE_BYTES, MAX_JSON_BYTES, Opcode, Status
-from engines.wire_json import (
+from engines.wire_json import read_json
+from engines.wire_store import (
     CommitAnswer,
     CommitBody,
     LeaseAnswer,
@@ -23,7 +24,6 @@ from engines.wire_json import (
     ReleaseAnswer,
     ReserveAnswer,
     ReserveBody,
-    read_json,
 )
 
 

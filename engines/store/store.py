@@ -26,7 +26,7 @@ from engines.store.manifests import (
 from engines.store.objects import Objects, Proof, Reservation, StoredObject, boot_seconds, prove
 from engines.store.records import MANIFEST_KIND, Name, Record, State
 from engines.store.slabs import Growth, Slabs, Slot, TmpfsFull
-from engines.wire_json import Manifest
+from engines.wire_store import Manifest
 
 log = logging.getLogger("hydra.store")
 

@@ -14,7 +14,7 @@ from engines.store.manifests import StoredManifest, digest_from, write_envelope
 from engines.store.objects import StoredObject
 from engines.store.store import Store
 from engines.store.transfer import proof_of
-from engines.wire_json import ManifestChunk
+from engines.wire_store import ManifestChunk
 
 log = logging.getLogger("hydra.store.disk")
 

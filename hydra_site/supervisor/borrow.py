@@ -8,17 +8,20 @@ from engines.process import ProcessRecord
 from hydra_site import env
 from hydra_site.supervisor.embedded import embedded_servers
 from hydra_site.supervisor.home import Home, Services
+from hydra_site.supervisor.joined import Joined
 
 
 @contextmanager
 def services(home: Path) -> Iterator[tuple[str, str | None]]:
-    """(database_url, broker_url or None): of the running Hydra on `home` if there is one, else the outside ones that
-    are set, else PostgreSQL alone, started for the duration.
+    """(database_url, broker_url or None): of the pool that `home` has joined, or of the running Hydra on it if there is
+    one, else the outside ones that are set, else PostgreSQL alone, started for the duration.
 
     Raises HomeInUse when another command has just done the same, other SupervisorErrors when the server does not start.
     """
     running = running_services(home)
-    if running:
+    if joined := Joined.of(Home(home.resolve())):
+        yield joined.database_url, joined.broker_url
+    elif running:
         yield running.database_url, running.broker_url
     elif outside := env.database_url():
         yield outside, env.broker_url()

@@ -3,6 +3,8 @@ runs.
 """
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from hydra_site.supervisor.home import Home, Services
 from hydra_site.supervisor.stack import Stack
 
 START_TIMEOUT_S = 60.0
+# By default they end a process without a word to its context managers.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -21,11 +25,12 @@ def embedded_servers(home: Path, *, broker: bool = True, purpose: str = "embedde
     meanwhile.
 
     Takes the home's lock, so it raises HomeInUse while a supervisor runs there; other SupervisorErrors when a server
-    does not come up. Nothing stays running afterwards. `purpose` is what others read who find the home taken.
+    does not come up. Nothing stays running afterwards, whatever signal but SIGKILL ends the process. `purpose` is what others
+    read who find the home taken.
     """
     place = Home(home.resolve())
     place.create()
-    with place.lock(purpose), Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+    with _ended_by_signals(), place.lock(purpose), Path(os.devnull).open("w", encoding="utf-8") as nowhere:
         leftovers.clear(place)
         services, children = specs.servers(place, broker_url=None if broker else "")
         services = services if broker else Services(services.database_url, None)
@@ -36,3 +41,20 @@ def embedded_servers(home: Path, *, broker: bool = True, purpose: str = "embedde
             yield services
         finally:
             stack.stop(hurry=lambda: False)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP come as Ctrl-C does, where they would have ended the process. Only the main thread can have it so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    deadly = [number for number, handler in before.items() if handler is signal.SIG_DFL]
+    for number in deadly:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in deadly:
+            signal.signal(number, signal.SIG_DFL)

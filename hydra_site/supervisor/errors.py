@@ -9,6 +9,7 @@ SupervisorError
 ├── ServerMissing        a server binary or a system tool is not there
 ├── ServerFailed         PostgreSQL or Valkey does not come up
 ├── ChildFailed          a child of the stack does not come up
+├── JoinRefused          a site did not let this machine into its pool
 ├── ModelUnavailable     the default model cannot be had
 └── StartTimeout         the stack did not come up in time
 """
@@ -72,6 +73,10 @@ class ServerFailed(SupervisorError):
 class ChildFailed(SupervisorError):
     code = "child_failed"
     retryable = True
+
+
+class JoinRefused(SupervisorError):
+    code = "join_refused"
 
 
 class ModelUnavailable(SupervisorError):

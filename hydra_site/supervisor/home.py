@@ -63,6 +63,10 @@ class Home:
         return self.root / "engines"
 
     @property
+    def store_dir(self) -> Path:
+        return self.root / "store"
+
+    @property
     def postgres_dir(self) -> Path:
         return self.root / "pg"
 

@@ -1,8 +1,8 @@
 """What a killed run leaves: processes without a supervisor, and records of them. Both are cleared before anything
 starts.
 
-Engines are the exception: they hold loaded models and live conversations, so a new run's head adopts them. Only a run
-that ends takes them along (`end_engines`).
+Engines and the host's store are the exception: they hold loaded models and conversations, so a new run's head adopts them.
+Only a run that ends takes them along (`end_engines`), the store's memory too.
 """
 
 import contextlib
@@ -10,9 +10,11 @@ import os
 import signal
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 
+from engines import store_launch
 from engines.process import ProcessRecord, end
 from hydra_site.supervisor import postgres
 from hydra_site.supervisor.child import HOME_MARK
@@ -38,9 +40,7 @@ def clear(home: Home) -> list[str]:
     alive = [record for record in records.values() if record.is_alive()]
     _end_all([record for record in alive if record.name not in _SERVERS], CHILD_GRACE_S)
     # An engine without a record cannot be adopted, so it is a stray like any other.
-    adoptable = {
-        record.pid for path in home.engines_dir.glob("*/run.json") if (record := ProcessRecord.from_file(path))
-    }
+    adoptable = {record.pid for path in _outliving(home) if (record := ProcessRecord.from_file(path))}
     servers = {record.pid for record in alive if record.name in _SERVERS}
     strays = [record for record in _marked(home) if record.pid not in adoptable | servers]
     _end_all(strays, CHILD_GRACE_S)
@@ -57,16 +57,27 @@ def clear(home: Home) -> list[str]:
 
 
 def end_engines(home: Home, spared: Collection[int] = ()) -> None:
-    """End every engine of this home, recorded or not, all at once, and remove their records.
+    """End every engine of this home, recorded or not, all at once, then the store that they save to, and remove their records.
 
     Marked processes whose pid is in `spared` stay: the servers, which are ended later.
     """
+    store = ProcessRecord.from_file(home.store_dir / "run.json")
+    spared = {*spared, *([store.pid] if store else [])}
     files = list(home.engines_dir.glob("*/run.json"))
     recorded = [record for path in files if (record := ProcessRecord.from_file(path))]
     _end_all(recorded, ENGINE_GRACE_S)
     _end_all([record for record in _marked(home) if record.pid not in spared], ENGINE_GRACE_S)
     for path in files:
         path.unlink(missing_ok=True)
+    if home.store_dir.is_dir():
+        store_launch.end_store(home.store_dir)
+        store_launch.forget_memory(home.store_dir)
+
+
+def _outliving(home: Home) -> Iterator[Path]:
+    """The records of processes that outlive a supervisor."""
+    yield from home.engines_dir.glob("*/run.json")
+    yield home.store_dir / "run.json"
 
 
 def _end_all(records: Iterable[ProcessRecord], grace_s: float) -> None:

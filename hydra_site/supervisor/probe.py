@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+from engines.addresses import http_url
+
 CHAT_PATH = "/v1/chat/completions"
 POLL_S = 0.2
 READY_WAIT_S = 5.0
@@ -57,23 +59,26 @@ class ReadinessProbe:
         status, answer = self._ask(f"{self._site_url}{CHAT_PATH}", REQUEST, TOKEN_WAIT_S)
         if status not in (401, 403):
             return status == 200 and bool(answer.get("choices"))
-        for url in self._engine_urls():
-            status, answer = self._ask(f"{url}{CHAT_PATH}", REQUEST, TOKEN_WAIT_S)
+        for url, secret in self._engine_urls():
+            status, answer = self._ask(f"{url}{CHAT_PATH}", REQUEST, TOKEN_WAIT_S, secret)
             if status == 200 and answer.get("choices"):
                 return True
         return False
 
-    def _engine_urls(self) -> Iterator[str]:
+    def _engine_urls(self) -> Iterator[tuple[str, str]]:
+        """Where each engine of this home listens, and the secret it asks for ("" on loopback)."""
         for path in sorted(self._engines_dir.glob("*/config.json")):
             try:
-                yield f"http://127.0.0.1:{int(json.loads(path.read_text(encoding='utf-8'))['port'])}"
+                told = json.loads(path.read_text(encoding="utf-8"))
+                yield http_url(str(told["host"]), int(told["port"])), str(told.get("http_secret", ""))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 self.last_answer = f"{path}: {error}"
 
-    def _ask(self, url: str, body: object | None, wait_s: float) -> tuple[int, dict[str, object]]:
+    def _ask(self, url: str, body: object | None, wait_s: float, secret: str = "") -> tuple[int, dict[str, object]]:
         """Status and JSON object of one answer; status 0 when none came. What was said last is kept in words."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        authorization = {"Authorization": f"Bearer {secret}"} if secret else {}
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json", **authorization})
         # A proxy from the user's environment has no business between us and our own site.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:

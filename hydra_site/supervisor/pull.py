@@ -7,8 +7,10 @@ JSON object per line, {"done_bytes", "total_bytes"}; a failure is a last line {"
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from pools import fetch
 from pools.catalogue import ensure
 from pools.errors import CatalogueError, ModelUnknown
 
@@ -30,8 +32,24 @@ def main(arguments: list[str]) -> int:
     try:
         ensure(name, Path(models_dir), report)
     except ModelUnknown:
+        if fetch.is_known(name):
+            return _from_hub(name, Path(models_dir), report)
         # It may be a GGUF that was registered by its path; bootstrap knows those and tells if this is none.
         print(f"{name} is not in the catalogue", file=sys.stderr)
+    except CatalogueError as error:
+        print(json.dumps({"error": f"{error}. {error.hint}"}), flush=True)
+        return 1
+    return 0
+
+
+def _from_hub(name: str, models_dir: Path, report: Callable[[int, int], None]) -> int:
+    """Fetch a model of the catalogue that a hub has; once it is here, a start asks no hub any more."""
+    if fetch.file_of(name, models_dir).is_file():
+        return 0
+    try:
+        fetch.fetch(
+            name, models_dir, lambda stage, done, total: report(done, total) if stage == "downloading" else None
+        )
     except CatalogueError as error:
         print(json.dumps({"error": f"{error}. {error.hint}"}), flush=True)
         return 1

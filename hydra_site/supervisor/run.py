@@ -13,7 +13,8 @@ from hydra_site import env
 from hydra_site.supervisor import leftovers, ports, specs
 from hydra_site.supervisor.child import ChildSpec
 from hydra_site.supervisor.console import Console
-from hydra_site.supervisor.errors import DiskFull, KeysRequired, StartTimeout, SupervisorError
+from hydra_site.supervisor.errors import DiskFull, HomeUnusable, KeysRequired, StartTimeout, SupervisorError
+from hydra_site.supervisor.joined import Joined
 from hydra_site.supervisor.probe import ReadinessProbe
 from hydra_site.supervisor.stack import STEP_S, Stack
 
@@ -64,18 +65,30 @@ class Supervisor:
         try:
             for name in leftovers.clear(home):
                 self._console.stage(f"ended {name}, which an earlier run left behind")
-            ports.check_available(self._options.bind, self._options.port)
+            self._check()
             home.check_room()
             services, servers = specs.servers(home, self._options.database_url, self._options.broker_url)
             home.write_services(services)
             stack = Stack(home, (*servers, *self._application(self._options)), self._console)
             self._bring_up(stack)
-            self._console.line(f"Hydra is ready: {self._options.site_url}")
+            self._console.line(self._ready_line())
             self._watch(stack)
         except Stopped:
             self._console.stage("stopping")
         finally:
             self._take_down(stack)
+
+    def _check(self) -> None:
+        """What must be so before anything starts. Raises a SupervisorError."""
+        if joined := Joined.of(self._options.home):
+            raise HomeUnusable(
+                f"HYDRA_HOME {self._options.home.root} belongs to a host of the pool at {joined.site_url}",
+                hint="start it with `manage.py head`, or choose another HYDRA_HOME",
+            )
+        ports.check_available(self._options.bind, self._options.port)
+
+    def _ready_line(self) -> str:
+        return f"Hydra is ready: {self._options.site_url}"
 
     def _bring_up(self, stack: Stack) -> None:
         """Step until a token has been generated."""

@@ -75,8 +75,8 @@ def servers(
 
 def application(options: Options) -> tuple[ChildSpec, ...]:
     """The children that are Hydra itself. Each imports for seconds, so it starts as early as its first need allows."""
-    common = ChildSpec("", (), env=_environment(options), cwd=str(env.PROJECT_DIR))
-    head = replace(common, stop=_term(HEAD_GRACE_S), stop_rank=HEAD_RANK)
+    common = ChildSpec("", (), env=environment(options), cwd=str(env.PROJECT_DIR))
+    head = replace(common, stop=term(HEAD_GRACE_S), stop_rank=HEAD_RANK)
     schedule = str(options.home.run_dir / "beat-schedule")
     return (
         replace(
@@ -94,31 +94,31 @@ def application(options: Options) -> tuple[ChildSpec, ...]:
             once=True,
             announce="database is up to date",
         ),
-        replace(head, name="head-fast", argv=_worker(options, "fast", 4, ",control"), needs=frozenset({"valkey"})),
+        replace(head, name="head-fast", argv=worker(options, "fast", 4, ",control"), needs=frozenset({"valkey"})),
         replace(
             common,
             name="site",
             argv=_module("hydra_site.serve"),
             # Beyond loopback the site must not listen before bootstrap has told that there is an API key.
             needs=frozenset() if is_loopback(options.bind) else frozenset({"bootstrap"}),
-            stop=_term(SITE_GRACE_S),
+            stop=term(SITE_GRACE_S),
             stop_rank=SITE_RANK,
             accepts=lambda: ports.listens(options.reachable_address, options.port),
             announce="site listens",
         ),
-        replace(head, name="head-slow", argv=_worker(options, "slow", 2, ""), needs=frozenset({"bootstrap"})),
+        replace(head, name="head-slow", argv=worker(options, "slow", 2, ""), needs=frozenset({"bootstrap"})),
         replace(
             common,
             name="beat",
             argv=_celery("beat", "-s", schedule, "--pidfile=", f"--loglevel={options.log_level}"),
             needs=frozenset({"bootstrap"}),
-            stop=_term(BEAT_GRACE_S),
+            stop=term(BEAT_GRACE_S),
             stop_rank=BEAT_RANK,
         ),
     )
 
 
-def _term(grace_s: float) -> tuple[tuple[int, float], ...]:
+def term(grace_s: float) -> tuple[tuple[int, float], ...]:
     return ((signal.SIGTERM, grace_s),)
 
 
@@ -130,7 +130,7 @@ def _celery(*arguments: str) -> tuple[str, ...]:
     return _module("celery", "-A", "hydra_site.celery", *arguments)
 
 
-def _worker(options: Options, speed: str, concurrency: int, more_queues: str) -> tuple[str, ...]:
+def worker(options: Options, speed: str, concurrency: int, more_queues: str) -> tuple[str, ...]:
     """A Celery worker for one of this host's queues. Threads, since a fork would take open sockets and locks along."""
     name = f"{speed}@{options.host_name}"
     queues = f"host.{options.host_name}.{speed}{more_queues}"
@@ -138,7 +138,7 @@ def _worker(options: Options, speed: str, concurrency: int, more_queues: str) ->
     return _celery("worker", "-n", name, "--pool=threads", f"--concurrency={concurrency}", "-Q", queues, *quiet)
 
 
-def _environment(options: Options) -> dict[str, str]:
+def environment(options: Options) -> dict[str, str]:
     """What the children see: the user's environment and the home as an absolute path; addresses are in services.json."""
     # A PGSERVICE or PGSSLMODE of the user's shell would turn our children away from the embedded server.
     kept = {name: value for name, value in os.environ.items() if options.database_url or not name.startswith("PG")}

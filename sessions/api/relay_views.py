@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, StreamingHttpResponse
 
-from engines.errors import BodyTooLarge, InvalidRequest
+from engines.errors import BodyTooLarge, InvalidRequest, ModelLoading
+from sessions import load_wait
 from sessions.api.answers import View, endpoint
 from sessions.api.auth import authenticate
 from sessions.api.operations import Operation
+from sessions.api.route_headers import describe, idempotency_key, switch, trace_id, wishes
 from sessions.dialects import Dialect
 from sessions.engine_call import EngineCall
 from sessions.identity import Identity
 from sessions.kept_stream import KeptStream
 from sessions.relay import EVENT_STREAM, EngineAnswer, ask_engine
+from sessions.shared_answer import SharedReader, lease_name, may_share, shared_answers
 from sessions.stream_desk import stream_desk
 
 # Parsing more than this would hold every other stream of the process up for too long.
@@ -24,7 +28,6 @@ PARSE_INLINE_BYTES = 64 << 10
 MAX_CONVERSATION_CHARS = 256
 RESUMABLE_HEADER = "X-Hydra-Resumable"
 CONVERSATION_HEADER = "X-Conversation-Id"
-_SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def relay_view(dialect: Dialect, operation: Operation) -> View:
@@ -38,14 +41,31 @@ def relay_view(dialect: Dialect, operation: Operation) -> View:
         if _wants_resumable(request, call):
             name = request.headers.get(CONVERSATION_HEADER, "").strip()[:MAX_CONVERSATION_CHARS]
             return stream_response(await stream_desk().begin(call, identity, name), 0)
-        return await _answer(await ask_engine(call, identity))
+        idempotency = idempotency_key(request)
+        ask = partial(
+            ask_engine,
+            call,
+            identity,
+            wishes=wishes(request, owner),
+            idempotency=lease_name(identity, idempotency) if call.dialect.is_turn else "",
+        )
+        try:
+            if may_share(call, idempotency):
+                return await _answer(await shared_answers().join(call, identity, idempotency, ask), trace_id(request))
+            return await _answer(await ask(), trace_id(request))
+        except ModelLoading as loading:
+            if not call.stream:
+                raise
+            return _streaming(load_wait.frames(call, ask, loading))
 
     return view
 
 
 def stream_response(stream: KeptStream, position: int) -> HttpResponseBase:
     """A kept stream's events from `position` on."""
-    return _described(_streaming(stream.read(position)), str(stream.request_id), stream.answer)
+    response = _streaming(stream.read(position))
+    describe(response, str(stream.request_id), stream.answer)
+    return response
 
 
 async def _read(dialect: Dialect, request: HttpRequest) -> EngineCall:
@@ -61,16 +81,13 @@ async def _read(dialect: Dialect, request: HttpRequest) -> EngineCall:
 
 def _wants_resumable(request: HttpRequest, call: EngineCall) -> bool:
     """Whether the answer is to outlive this connection. Raises InvalidRequest where that cannot be."""
-    header = request.headers.get(RESUMABLE_HEADER, "").strip().lower()
-    if header not in _SWITCH:
-        raise InvalidRequest(f"{RESUMABLE_HEADER} must be 1 or 0.", param=RESUMABLE_HEADER)
-    wanted = call.resumable or _SWITCH[header]
+    wanted = switch(request, RESUMABLE_HEADER) or call.resumable
     if wanted and not call.stream:
         raise InvalidRequest("Only a stream can be resumed: send stream: true.", param="resumable")
     return wanted
 
 
-async def _answer(answer: EngineAnswer) -> HttpResponseBase:
+async def _answer(answer: EngineAnswer | SharedReader, trace: str) -> HttpResponseBase:
     if answer.is_stream:
         response = _streaming(_frames(answer))
     else:
@@ -78,7 +95,8 @@ async def _answer(answer: EngineAnswer) -> HttpResponseBase:
             response = HttpResponse(await answer.read(), content_type=answer.content_type)
         finally:
             await answer.aclose()
-    return _described(response, str(answer.request_id), answer)
+    describe(response, str(answer.request_id), answer.answer if isinstance(answer, SharedReader) else answer, trace)
+    return response
 
 
 def _streaming(frames: AsyncIterator[bytes]) -> HttpResponseBase:
@@ -88,16 +106,7 @@ def _streaming(frames: AsyncIterator[bytes]) -> HttpResponseBase:
     return response
 
 
-def _described(response: HttpResponseBase, request_id: str, answer: EngineAnswer | None) -> HttpResponseBase:
-    # Anthropic's clients look for the second name.
-    response["X-Request-Id"] = response["request-id"] = request_id
-    if answer is not None:
-        response["X-Hydra-Engine"] = answer.engine.name
-        response["X-Hydra-Model"] = answer.model_name
-    return response
-
-
-async def _frames(answer: EngineAnswer) -> AsyncIterator[bytes]:
+async def _frames(answer: EngineAnswer | SharedReader) -> AsyncIterator[bytes]:
     # A client that leaves has this generator cancelled or closed; either way the engine is let go at once.
     try:
         async for frames in answer.raw():

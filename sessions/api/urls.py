@@ -11,15 +11,28 @@ from engines.api_responses import ResponsesRequest
 from engines.api_schema import ChatRequest
 from engines.api_text import DetokenizeRequest, TokenizeRequest
 from sessions import dialects
-from sessions.api import stream_views, views
+from sessions.api import session_views, stream_views, views
 from sessions.api.openapi import openapi
 from sessions.api.operations import JSON, RELAYED, SSE, Operation, Parameter
 from sessions.api.relay_views import CONVERSATION_HEADER, RESUMABLE_HEADER, relay_view
+from sessions.api.route_headers import BACKGROUND_HEADER, IDEMPOTENCY_HEADER, TIMEOUT_HEADER
 
 _SWITCH = {"type": "string", "enum": ["0", "1"]}
 _RESUMABLE = Parameter(RESUMABLE_HEADER, "header", "1: the stream goes on without this connection.", _SWITCH)
 _CONVERSATION = Parameter(CONVERSATION_HEADER, "header", "A name of your own to find the stream by.")
-_STREAMED = {"parameters": (_RESUMABLE, _CONVERSATION), "answers": (JSON, SSE), "statuses": (*RELAYED, 501)}
+_BACKGROUND = Parameter(BACKGROUND_HEADER, "header", "1: nobody goes on with this; keep it off conversations.", _SWITCH)
+_IDEMPOTENCY = Parameter(IDEMPOTENCY_HEADER, "header", "Retries under the same key get the first one's answer.")
+_TIMEOUT = Parameter(
+    TIMEOUT_HEADER,
+    "header",
+    "Seconds for all of it, waiting included.",
+    {"type": "integer", "minimum": 1, "maximum": 999999},
+)
+_STREAMED = {
+    "parameters": (_RESUMABLE, _CONVERSATION, _BACKGROUND, _IDEMPOTENCY, _TIMEOUT),
+    "answers": (JSON, SSE),
+    "statuses": (*RELAYED, 501),
+}
 _MODEL = Parameter("model", "query", "The model's name; the default one without.")
 
 chat_completions = relay_view(
@@ -74,6 +87,11 @@ urlpatterns = [
     path("models", views.models),
     path("models/", views.models),
     path("models/<path:name>", views.model),
+    path("sessions", session_views.sessions),
+    path("sessions/<str:session>", session_views.session),
+    path("sessions/<str:session>/park", session_views.park),
+    path("sessions/<str:session>/resume", session_views.resume),
+    path("sessions/<str:session>/migrate", session_views.migrate),
     path("streams", stream_views.streams),
     path("stream/<path:name>", stream_views.stream),
     re_path(r"^(?P<path>[\s\S]*)$", views.unknown),

@@ -2,7 +2,7 @@
 
 import { drawActivity } from "./activity-plot.js";
 import { h, keyed, setAttribute, setText } from "./dom.js";
-import { age, count, plural, rate } from "./format.js";
+import { age, bytesOf, count, plural, rate } from "./format.js";
 import { LiveSocket } from "./live-socket.js";
 import { drawHosts } from "./pool-map.js";
 import { drawSessions } from "./session-table.js";
@@ -56,11 +56,12 @@ function drawConnection() {
 function draw() {
   drawConnection();
   if (pool.snapshot === null) return;
-  const { hosts, engines, sessions, attention } = pool.snapshot;
+  const { hosts, engines, sessions, attention, stores, work } = pool.snapshot;
   const now = serverNow();
   drawSummary(hosts, engines);
   drawAttention(attention);
-  drawHosts(byId("hosts"), hosts, engines, now, STALE_S);
+  drawWork(work);
+  drawHosts(byId("hosts"), hosts, engines, stores, now, STALE_S);
   drawSessions(byId("sessions"), sessions, now);
   byId("no-hosts").hidden = hosts.length > 0;
   byId("no-engines").hidden = hosts.length === 0 || engines.length > 0;
@@ -96,6 +97,29 @@ function drawAttention(attention) {
         h("p", {}, h("strong", {}, item.subject), " ", item.message),
         h("p", { class: "attention-hint" }, item.hint)),
     () => {},
+  );
+}
+
+/** Builds and downloads that wait or run, each with how far it is. */
+function drawWork(work) {
+  byId("work").hidden = work.length === 0;
+  keyed(
+    byId("work-items"),
+    work,
+    (item) => item.id,
+    (item) =>
+      h("div", { class: "work-item" },
+        h("p", {}, h("strong", {}, item.subject), ` on ${item.host}`),
+        h("progress", { "aria-label": `${item.kind} of ${item.subject}`, max: 1 }),
+        h("p", { class: "work-state" })),
+    (element, item) => {
+      const bar = element.querySelector("progress");
+      if (item.total) bar.value = item.done / item.total;
+      else bar.removeAttribute("value");
+      const amount = item.kind === "download" ? bytesOf(item.done, item.total) : `${count(item.done)} of ${plural(item.total, "step")}`;
+      const stage = item.state === "queued" ? "waits for its host" : item.stage;
+      setText(element.querySelector(".work-state"), item.total ? `${stage}, ${amount}` : stage);
+    },
   );
 }
 

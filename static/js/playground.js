@@ -14,6 +14,7 @@ const MODEL_STATES = {
   ready: ["ok", "ready"],
   starting: ["moving", "loading"],
   unhealthy: ["warn", "not answering"],
+  draining: ["", "finishing"],
   stopping: ["", "stopping"],
   stopped: ["", "stopped"],
   failed: ["bad", "failed"],
@@ -28,8 +29,15 @@ let running = null;
 
 // --- the connection ---
 
+const LOADING_STATES = {
+  queued: "Waiting for another model's load to end",
+  draining: "Waiting for other requests to end, then loading the model",
+  starting: "Starting an engine for the model",
+};
+
 const handlers = {
   models: (message) => drawModels(message.models),
+  loading: ({ loading }, run) => run.view.wait(LOADING_STATES[loading.state] ?? "Loading the model", loading.progress ?? null),
   start: (message, run) => {
     run.view.message.engine = message.engine;
     run.view.wait(`Waiting for ${message.engine}`);

@@ -3,13 +3,14 @@
 import { h, keyed, setAttribute, setText } from "./dom.js";
 import { age, bytes, bytesOf, count, plural, rate } from "./format.js";
 
-const ENGINE_TONES = { ready: "ok", starting: "moving", stopping: "moving", unhealthy: "warn", failed: "bad", stopped: "" };
+const ENGINE_TONES = { ready: "ok", starting: "moving", draining: "moving", stopping: "moving", unhealthy: "warn", failed: "bad", stopped: "" };
 
 /** Draws all hosts into `parent`. `now` is the server's clock; numbers older than `staleS` are grey and say their age. */
-export function drawHosts(parent, hosts, engines, now, staleS) {
+export function drawHosts(parent, hosts, engines, stores, now, staleS) {
+  const storeOf = (hostId) => stores.find((store) => store.host_id === hostId) ?? null;
   const cardsOf = (hostId) => engines.filter((card) => card.engine.host_id === hostId);
   for (const ghost of parent.querySelectorAll(".ghost")) ghost.remove();
-  keyed(parent, hosts.map((host) => ({ host, cards: cardsOf(host.id), now, staleS })), ({ host }) => host.id, createHost, updateHost);
+  keyed(parent, hosts.map((host) => ({ host, cards: cardsOf(host.id), store: storeOf(host.id), now, staleS })), ({ host }) => host.id, createHost, updateHost);
 }
 
 function part(root, name) {
@@ -29,7 +30,8 @@ function createHost() {
     h("header", { class: "host-head" },
       h("h2", { "data-part": "name" }),
       h("span", { class: "state", "data-part": "state" }),
-      h("p", { class: "host-facts", "data-part": "facts" })),
+      h("p", { class: "host-facts", "data-part": "facts" }),
+      h("p", { class: "host-facts", "data-part": "store", "data-testid": "host-store" })),
     h("div", { class: "devices", "data-part": "devices" }));
 }
 
@@ -45,11 +47,27 @@ function updateHost(element, context) {
   if (host.load_1m !== null) facts.push(`load ${host.load_1m.toFixed(2)}`);
   if (host.memory_available_bytes !== null) facts.push(`${bytes(host.memory_available_bytes)} of ${bytes(host.memory_total_bytes)} free`);
   setText(part(element, "facts"), facts.filter(Boolean).join(" · "));
+  setText(part(element, "store"), storeFacts(context));
+  part(element, "store").hidden = context.store === null;
   element.classList.toggle("stale-block", stale !== null);
   const known = new Set(host.gpus.map((gpu) => gpu.id));
   const fallback = host.gpus.find((gpu) => gpu.kind === "cpu") ?? host.gpus[0];
   const placed = (gpu) => cards.filter(({ engine }) => (known.has(engine.gpu_id) ? engine.gpu_id : fallback?.id) === gpu.id);
   keyed(part(element, "devices"), host.gpus.map((gpu) => ({ ...context, gpu, cards: placed(gpu) })), ({ gpu }) => gpu.id, createDevice, updateDevice);
+}
+
+/** The host's store in a line: how full it is, what it holds, and how often that was of use. */
+function storeFacts({ store, now, staleS }) {
+  if (store === null) return "";
+  if (store.last_seen_at === null) return `Store ${store.state}`;
+  const facts = [`Store ${bytesOf(store.used_bytes, store.capacity_bytes)}`, plural(store.snapshots, "snapshot")];
+  if (store.dedup_ratio !== null) facts.push(`each byte named ${store.dedup_ratio.toFixed(1)}×`);
+  if (store.hit_share !== null) facts.push(`${Math.round(store.hit_share * 100)} % found`);
+  if (store.evictions) facts.push(`${count(store.evictions)} evicted`);
+  if (store.errors) facts.push(plural(store.errors, "error"));
+  if (store.state !== "ready") facts.push(store.state);
+  if (now - store.last_seen_at > staleS) facts.push(`as of ${age(now - store.last_seen_at)} ago`);
+  return facts.join(" · ");
 }
 
 // --- devices ---

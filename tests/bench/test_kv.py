@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +24,14 @@ def test_states_are_measured_against_copies(
     assert printed["blocks"][0]["block_tokens"] == 64
 
 
-def test_a_model_with_recurrent_state_is_refused_with_the_reason(
-    tiny_model: Callable[..., SyntheticModel], capfd: pytest.CaptureFixture[str]
+def test_recurrent_state_is_made_up_too_and_windows_are_refused_with_the_reason(
+    tiny_model: Callable[..., SyntheticModel], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["kv", "--model", str(tiny_model("qwen35").path), "--state-mb", "1", "--blocks", "64"]) == 1
-    assert "recurrent state" in capfd.readouterr().err
+    options = ["--contexts", "300", "--rounds", "1", "--blocks", "0", "--threads", "1"]
+    out = tmp_path / "kv.json"
+    hybrid = ["--model", str(tiny_model("qwen35").path), "--kv-types", "q8_0", "--out", str(out)]
+    assert main(["kv", *options, *hybrid]) == 0
+    cases = json.loads(out.read_text())["blocks"]
+    assert [(case["kv_type"], case["tokens"]) for case in cases] == [("q8_0", 300)]
+    assert main(["kv", *options, "--model", str(tiny_model("gemma3").path)]) == 1
+    assert "sliding windows" in capfd.readouterr().err

@@ -33,18 +33,21 @@ def test_it_comes_back_after_kill_9_and_a_clean_stop_leaves_nothing(mortal: Stac
     modes, memory = modes_above(mortal.home), shared_memory()
 
     mortal.start()
-    engine = next(process for process in mortal.processes() if "engines.runtime" in process.cmdline())
+    engine, store = mortal.process_of("engines.runtime"), mortal.process_of("engines.store")
     assert chat(mortal, {"messages": HELLO, "max_tokens": 5})[0] == 200
 
     mortal.kill_supervisor()
     mortal.start()
     assert chat(mortal, {"messages": HELLO, "max_tokens": 5})[0] == 200
     assert engine.is_running(), "an engine that outlived its supervisor is adopted, not started anew"
+    assert store.is_running()
+    assert mortal.process_of("engines.store") == store
 
     mortal.kill_everything()
     assert mortal.processes() == []
     mortal.start()
     assert chat(mortal, {"messages": HELLO, "max_tokens": 5})[0] == 200
+    assert mortal.process_of("engines.store").is_running()
 
     assert mortal.interrupt() == 0
     assert mortal.leftovers() == NOTHING

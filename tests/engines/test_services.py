@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from django.utils import timezone
 
-from engines import services
+from engines import engine_rows, services
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.models import Engine
 from pools import services as pools
@@ -48,49 +48,49 @@ def test_a_new_engine_is_wanted_and_an_existing_one_keeps_what_a_person_wants(va
 def test_a_start_can_be_claimed_once(engine: Engine) -> None:
     services.start(engine.pk)
     epoch = row(engine).epoch
-    task = services.claim_start(engine.pk, epoch)
+    task = engine_rows.claim_start(engine.pk, epoch)
     assert task is not None
     assert task.config.model_name == "tiny"
     assert task.config.engine_id == engine.pk
     assert row(engine).state == "starting"
-    assert services.claim_start(engine.pk, epoch) is None
+    assert engine_rows.claim_start(engine.pk, epoch) is None
 
 
 def test_a_command_that_was_overtaken_does_nothing(engine: Engine) -> None:
     services.start(engine.pk)
     late = row(engine).epoch
     services.stop(engine.pk)
-    assert services.claim_start(engine.pk, late) is None
+    assert engine_rows.claim_start(engine.pk, late) is None
     services.start(engine.pk)
-    assert services.claim_stop(engine.pk, late + 1) is None
-    assert services.claim_start(engine.pk, row(engine).epoch) is not None
+    assert engine_rows.claim_stop(engine.pk, late + 1) is None
+    assert engine_rows.claim_start(engine.pk, row(engine).epoch) is not None
 
 
 def test_a_process_that_a_stop_overtook_is_not_recorded(engine: Engine) -> None:
     services.start(engine.pk)
-    services.claim_start(engine.pk, row(engine).epoch)
+    engine_rows.claim_start(engine.pk, row(engine).epoch)
     services.stop(engine.pk)
-    assert not services.record_process(engine.pk, 42, 1.0, 8080)
-    assert services.claim_stop(engine.pk, row(engine).epoch) is not None
-    assert services.mark_stopped(engine.pk)
+    assert not engine_rows.record_process(engine.pk, 42, 1.0, 8080)
+    assert engine_rows.claim_stop(engine.pk, row(engine).epoch) is not None
+    assert engine_rows.mark_stopped(engine.pk)
     assert row(engine).state == "stopped"
 
 
 def test_health_counts_only_for_the_process_that_the_row_knows(engine: Engine) -> None:
     services.start(engine.pk)
-    services.claim_start(engine.pk, row(engine).epoch)
-    assert services.record_process(engine.pk, 42, 1.0, 8080)
-    assert not services.mark_ready(engine.pk, 41)
-    assert services.mark_ready(engine.pk, 42)
+    engine_rows.claim_start(engine.pk, row(engine).epoch)
+    assert engine_rows.record_process(engine.pk, 42, 1.0, 8080)
+    assert not engine_rows.mark_ready(engine.pk, 41)
+    assert engine_rows.mark_ready(engine.pk, 42)
     assert row(engine).ready_at is not None
-    assert services.mark_unhealthy(engine.pk, 42, "silent")
-    assert services.mark_ready(engine.pk, 42)
+    assert engine_rows.mark_unhealthy(engine.pk, 42, "silent")
+    assert engine_rows.mark_ready(engine.pk, 42)
     assert row(engine).last_error == ""
 
 
 def test_a_failure_forgets_the_process_and_counts(engine: Engine) -> None:
     set_ready(engine, 8080, pid=42)
-    assert services.mark_failed(engine.pk, row(engine).epoch, "it died")
+    assert engine_rows.mark_failed(engine.pk, row(engine).epoch, "it died")
     failed = row(engine)
     assert (failed.state, failed.pid, failed.http_port, failed.restarts) == ("failed", None, None, 1)
     assert failed.base_url is None
@@ -102,7 +102,7 @@ def test_an_old_failure_report_does_not_touch_a_newer_start(engine: Engine) -> N
     set_ready(engine, 8080)
     old = row(engine).epoch
     services.start(engine.pk)
-    assert not services.mark_failed(engine.pk, old, "late news")
+    assert not engine_rows.mark_failed(engine.pk, old, "late news")
 
 
 def test_reconcile_brings_up_what_is_wanted_and_gives_up_what_is_stuck(engine: Engine) -> None:
@@ -110,7 +110,7 @@ def test_reconcile_brings_up_what_is_wanted_and_gives_up_what_is_stuck(engine: E
     started = row(engine)
     assert started.epoch == 1
     assert services.reconcile() == 0, "the command is still on its way"
-    services.claim_start(engine.pk, 1)
+    engine_rows.claim_start(engine.pk, 1)
     Engine.objects.update(state_since=timezone.now() - timedelta(hours=1))
     assert services.reconcile() == 1
     assert row(engine).state == "failed"
@@ -202,7 +202,7 @@ def test_an_engine_is_told_what_its_model_chose(engine: Engine) -> None:
         speculation="lookup",
         projector_path=" /models/mmproj.gguf ",
     )
-    task = services.engine_task(engine.pk)
+    task = engine_rows.engine_task(engine.pk)
     assert task is not None
     told = (task.config.chat_template, task.config.speculation, task.config.projector_path)
     assert told == ("{{ messages }}", "lookup", "/models/mmproj.gguf")

@@ -26,7 +26,8 @@ from engines.wire import (
     hello_proof,
     proves,
 )
-from engines.wire_json import ErrorMeta, InfoAnswer, Manifest, ManifestChunk, read_json, write_json
+from engines.wire_json import ErrorMeta, InfoAnswer, read_json, write_json
+from engines.wire_store import Manifest, ManifestChunk
 
 heads = st.builds(
     RequestHead,

@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from engines import rpc_client, rpc_serving, wire, wire_json
+from engines import rpc_client, rpc_serving, wire, wire_json, wire_store
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.runtime import http_stream, request_defaults, rpc_operations
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rpc-protocol.md").read_text()
+
+MESSAGES = {
+    name: value
+    for module in (wire_json, wire_store)
+    for name, value in inspect.getmembers(module, dataclasses.is_dataclass)
+    if isinstance(value, type)
+}
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -142,6 +149,9 @@ def test_timeouts_are_those_of_the_code() -> None:
                 "Place",
                 "LeaseAnswer",
                 "ReleaseAnswer",
+                "SnapshotsBody",
+                "SnapshotEntry",
+                "SnapshotsAnswer",
                 "StoreInfoAnswer",
                 "Empty",
             ],
@@ -153,16 +163,13 @@ def test_timeouts_are_those_of_the_code() -> None:
 def test_every_key_of_every_message_is_explained(messages: list[str], start: str, end: str) -> None:
     text = section(start, end)
     for message in messages:
-        for field in dataclasses.fields(getattr(wire_json, message)):
+        for field in dataclasses.fields(MESSAGES[message]):
             assert re.search(rf"[`\"]{field.name}[`\"]", text), f"{message}.{field.name}"
 
 
 def test_no_message_is_left_out_of_the_comparison() -> None:
-    defined = {
-        name for name, value in inspect.getmembers(wire_json, dataclasses.is_dataclass) if isinstance(value, type)
-    }
     (mark,) = test_every_key_of_every_message_is_explained.pytestmark
-    assert defined == {name for names, _, _ in mark.args[1] for name in names}
+    assert set(MESSAGES) == {name for names, _, _ in mark.args[1] for name in names}
 
 
 def test_every_key_that_configure_knows_is_named() -> None:

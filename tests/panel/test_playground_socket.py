@@ -198,8 +198,20 @@ async def test_an_error_in_the_middle_is_told_after_what_was_said(open_page: Ope
     assert messages[-1]["error"]["message"] == "out of luck"
 
 
+async def test_a_page_hears_how_far_a_model_is_and_then_the_answer(
+    open_page: OpenPage, small_pool: SmallPool, stand_in: EngineStandIn
+) -> None:
+    engine = Engine.objects.filter(pk=small_pool.engine.pk)
+    await in_db(engine.update, state="starting")
+    page = await open_page(PLAYGROUND)
+    await page.say(chat())
+    assert (await page.hear("loading"))["loading"]["state"] == "starting"
+    await in_db(engine.update, state="ready")
+    assert (await page.hear("start"))["engine"] == small_pool.engine.name
+
+
 async def test_a_model_that_nobody_serves_is_an_error_with_a_hint(open_page: OpenPage, small_pool: SmallPool) -> None:
-    await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, state="starting")
+    await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, state="failed")
     page = await open_page(PLAYGROUND)
     await page.say(chat())
     error = (await page.hear("error"))["error"]

@@ -12,6 +12,8 @@ from engines.config import SlotView
 from engines.models import Engine
 from engines.services import EngineView
 from hydra_site.pool_snapshot import EngineCard, PoolSnapshot, attention_of, cell_of, sample_of, take_snapshot, to_wire
+from pools import jobs
+from pools.choices import JobKind
 from pools.db import in_db
 from pools.services import HostView
 from tests.panel.engine_stand_in import IDLE, EngineStandIn
@@ -117,6 +119,28 @@ async def test_a_pool_without_rows_is_an_empty_snapshot() -> None:
         (),
     )
     assert sample.slots is None
+
+
+async def test_builds_and_downloads_are_there_while_they_wait_and_run(small_pool: SmallPool) -> None:
+    job_id = await in_db(jobs.enqueue, small_pool.host.name, JobKind.DOWNLOAD, "hf:own/tiny:Q4_K_M")
+    waiting, _ = await take_snapshot(None)
+    assert [(work.subject, work.state, work.total) for work in waiting.work] == [("hf:own/tiny:Q4_K_M", "queued", 0)]
+    await in_db(jobs.claim, job_id, small_pool.host.name)
+    await in_db(jobs.progress, job_id, "downloading", 1, 4)
+    running, _ = await take_snapshot(waiting)
+    assert running.version > waiting.version
+    assert to_wire(running)["work"][0] == {
+        "id": job_id,
+        "host": "atlas",
+        "kind": "download",
+        "subject": "hf:own/tiny:Q4_K_M",
+        "state": "running",
+        "stage": "downloading",
+        "done": 1,
+        "total": 4,
+    }
+    await in_db(jobs.cancel, job_id)
+    assert (await take_snapshot(running))[0].work == ()
 
 
 async def test_the_version_grows_only_when_something_changed(small_pool: SmallPool, stand_in: EngineStandIn) -> None:

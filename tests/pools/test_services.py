@@ -95,6 +95,23 @@ def test_the_first_model_is_the_default_and_only_one_ever_is(
     assert not services.set_default_model("unknown")
 
 
+def test_a_model_shows_the_variant_that_its_engines_load(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    older, newer = tiny_model("llama"), tiny_model("qwen3")
+    add_model(older.path, tmp_path)
+    add_model(newer.path, tmp_path)
+    loaded = services.find_variant("tiny")
+    (view,) = services.model_views()
+    assert loaded is not None
+    assert view.variants == 2
+    assert (view.size_bytes, view.header["architecture"]) == (
+        Variant.objects.get(pk=loaded.variant_id).size_bytes,
+        Variant.objects.get(pk=loaded.variant_id).architecture,
+    )
+    assert loaded.path == str(newer.path.resolve())
+
+
 def test_a_pool_without_rows_has_empty_views() -> None:
     assert services.host_views() == ()
     assert services.model_views() == ()

@@ -22,10 +22,16 @@ TIMINGS = {"queue_ms": 3.0, "cache_n": 4, "prompt_n": 6, "predicted_n": 2, "pred
 ENDING = frame(finish_reason="stop", timings=TIMINGS) + b"data: [DONE]\n\n"
 
 
+async def no_rates(_request: web.Request) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "No.", "code": "path_unknown"}}, status=404)
+
+
 @asynccontextmanager
 async def loopback_engine(handler: Handler) -> AsyncIterator[int]:
     """Serves `handler` at every path; yields the port."""
     app = web.Application()
+    # It measures nothing, so it has no rates to tell.
+    app.router.add_get("/rates", no_rates)
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()

@@ -17,9 +17,11 @@ from django.db import connection
 
 from engines.models import Engine
 from hydra_site.supervisor.home import Services
+from pools.hub_catalogue import HUB_MODELS
 from pools.models import Gpu, Host, Model
 from sessions import services
 from tests.conftest import PulledModel
+from tests.local_hub import LocalHub
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -88,6 +90,26 @@ def test_bootstrap_takes_the_given_password_and_a_model_that_was_pulled_by_path(
     assert (done["admin_created"], done["admin_password"]) == (True, None)
     assert get_user_model().objects.get().check_password("a password")
     assert Engine.objects.get().variant.model.name == "mine"
+
+
+@pytest.mark.soak
+def test_the_default_model_may_come_from_a_hub_which_is_asked_only_once(
+    manage: Run, tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    entry = HUB_MODELS[0]
+    name, file = f"{entry.name}:{entry.variants[0].quant}", entry.variants[0].file
+    models = tmp_path / "home" / "models"
+    fetch = [sys.executable, "-m", "hydra_site.supervisor.pull", name, str(models)]
+    with LocalHub(files={(entry.repo, file): tiny_model("llama").path.read_bytes()}) as hub:
+        asked = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
+        subprocess.run(fetch, cwd=ROOT, env={**os.environ, **asked}, check=True, stdout=subprocess.DEVNULL, timeout=60)
+        outcome(manage("bootstrap", HYDRA_DEFAULT_MODEL=name, **asked))
+    model = Model.objects.get()
+    assert (model.name, model.is_default, model.kv_family) == (entry.name, True, entry.kv_family)
+    assert Engine.objects.get().variant.is_verified
+    gone = {"HF_ENDPOINT": "http://127.0.0.1:1"}
+    subprocess.run(fetch, cwd=ROOT, env={**os.environ, **gone}, check=True, timeout=60)
+    outcome(manage("bootstrap", HYDRA_DEFAULT_MODEL=name, **gone))
 
 
 def test_pull_shows_the_header_and_registers_a_local_file(

@@ -39,6 +39,11 @@ SERVED = {
     "/rerank",
     "/v1/models",
     "/v1/models/{name}",
+    "/v1/sessions",
+    "/v1/sessions/{session}",
+    "/v1/sessions/{session}/park",
+    "/v1/sessions/{session}/resume",
+    "/v1/sessions/{session}/migrate",
     "/v1/streams",
     "/v1/stream/{name}",
     "/tokenize",
@@ -47,6 +52,7 @@ SERVED = {
     "/props",
     "/openapi.json",
     "/v1/health",
+    "/v1/hosts/join",
     "/health",
     "/healthz",
     "/readyz",
@@ -77,7 +83,7 @@ async def test_a_name_with_a_line_break_is_told_as_json_too(path: str, settings:
 
 @pytest.mark.parametrize("path", sorted(SERVED))
 def test_every_path_leads_to_an_endpoint_of_the_api_and_past_the_middleware_of_pages(path: str) -> None:
-    assert hasattr(resolve(path.replace("{name}", "x")).func, "operations")
+    assert hasattr(resolve(path.replace("{name}", "x").replace("{session}", "x")).func, "operations")
     assert path.startswith("/v1/") or path in API_PATHS
 
 
@@ -92,7 +98,8 @@ def test_every_operation_has_a_name_of_its_own_a_summary_and_its_failures() -> N
     for path, method, values in found:
         assert values["summary"], path
         assert {"200", "400", "500"} <= set(values["responses"]), path
-        assert ("requestBody" in values) == (method == "post"), path
+        # Parking needs to know nothing but the session.
+        assert ("requestBody" in values) == (method == "post" and not path.endswith("/park")), path
 
 
 def test_bodies_are_those_that_are_judged() -> None:

@@ -122,8 +122,10 @@ def words(raw: bytes) -> str:
 
 async def is_over(stream: KeptStream) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        async for _ in stream.read(stream.next_event):
-            """Until there is no more."""
+        # Many events at once push a reader out of a small buffer.
+        while not stream.is_over:
+            async for _ in stream.read(stream.next_event):
+                """Until there is no more."""
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -126,7 +126,8 @@ async def test_a_model_without_a_ready_engine_is_a_retryable_503(api: AsyncClien
     await in_db(Engine.objects.update, state="starting")
     answer = await post(api, HELLO)
     assert (answer.status_code, answer["Retry-After"]) == (503, "2")
-    assert answer.json()["error"]["code"] == "no_engine_ready"
+    body = answer.json()
+    assert (body["error"]["code"], body["loading"]["state"]) == ("model_loading", "starting")
     assert (await api.get("/v1/models")).json()["data"][0]["status"] == {"value": "loading"}
 
 

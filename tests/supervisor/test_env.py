@@ -1,5 +1,6 @@
 """The settings table and its readers."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,11 @@ def test_the_defaults_are_usable() -> None:
         ("HYDRA_ENGINE_SLOTS", "0"),
         ("HYDRA_ENGINE_CONTEXT", "1e4"),
         ("HYDRA_ENGINE_THREADS", "-2"),
+        ("HYDRA_STORE_BYTES", "1000"),
+        ("HYDRA_STORE_BYTES", "6G"),
+        ("HYDRA_STORE_DISK_BYTES", "-1"),
+        ("HYDRA_SESSION_RETENTION", "0"),
+        ("HYDRA_SESSION_RETENTION", "36500"),
         ("HYDRA_LOG_LEVEL", "LOUD"),
         ("HYDRA_HOST_NAME", "***"),
         ("DATABASE_URL", "mysql://u:secret@h/d"),
@@ -54,6 +60,13 @@ def test_readers_give_values_of_their_kind() -> None:
     assert env.host_name({"HYDRA_HOST_NAME": "Gpu Box_1.lan"}) == "gpu-box-1-lan"
     assert env.engine_threads({"HYDRA_ENGINE_THREADS": "3"}) == 3
     assert env.text("HYDRA_DEFAULT_MODEL", {"HYDRA_DEFAULT_MODEL": "  "}) == "smollm2-135m"
+
+
+def test_a_store_has_a_share_of_the_memory_unless_told_otherwise() -> None:
+    shared = os.statvfs("/dev/shm")
+    assert 0 <= env.store_bytes({}) <= shared.f_frsize * shared.f_blocks // env.STORE_SHARE
+    assert env.store_bytes({"HYDRA_STORE_BYTES": "0"}) == 0
+    assert env.store_bytes({"HYDRA_STORE_BYTES": str(1 << 30)}) == 1 << 30
 
 
 def test_a_name_outside_the_table_is_a_mistake_of_ours() -> None:

@@ -16,9 +16,9 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 
 from engines import services as engines
-from engines import watch
-from hydra_site import env
-from pools import catalogue
+from hydra_site import env, host_grants
+from hydra_site.host_start import start_host
+from pools import catalogue, fetch, job_runner
 from pools import services as pools
 from pools.errors import ModelUnknown, PoolError
 from pools.probe import read_gpus, read_host
@@ -37,13 +37,13 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         call_command("migrate", interactive=False, verbosity=0)
+        host_grants.refresh_grants()
         created, password = make_admin()
         pools.record_probe(settings.HYDRA_HOST_NAME, read_host(), read_gpus())
-        host_id = pools.join_host(settings.HYDRA_HOST_NAME)
+        host_id = pools.join_host(settings.HYDRA_HOST_NAME, settings.HYDRA_ENGINE_HOST)
         make_engine(host_id, register_default_model())
         sessions.sweep_turns()
-        watch.look_at_host(settings.HYDRA_HOST_NAME, Path(settings.HYDRA_HOME) / "engines", after_restart=True)
-        engines.start_wanted(settings.HYDRA_HOST_NAME)
+        start_host()
         outcome = {"admin_created": created, "admin_password": password, "api_keys": sessions.count_valid_keys()}
         self.stdout.write(json.dumps(outcome))
 
@@ -67,11 +67,7 @@ def register_default_model() -> VariantView:
         entry = catalogue.lookup(name)
         model = catalogue.inspect(catalogue.ensure_entry(entry, models_dir), models_dir)
     except ModelUnknown as error:
-        variant = pools.find_variant(name)
-        if variant is None:
-            raise CommandError(f"HYDRA_DEFAULT_MODEL={name}: {error}") from error
-        pools.set_default_model(name)
-        return variant
+        return _model_of_a_hub(name, models_dir) if fetch.is_known(name) else _registered(name, error)
     except PoolError as error:
         raise CommandError(f"{error.message} ({error.hint})") from error
     return pools.register_gguf(
@@ -82,7 +78,34 @@ def register_default_model() -> VariantView:
         display_name=entry.display_name,
         defaults=entry.defaults,
         make_default=True,
+        source=entry.name,
+        is_verified=True,
+        host_name=settings.HYDRA_HOST_NAME,
     )
+
+
+def _model_of_a_hub(name: str, models_dir: Path) -> VariantView:
+    """A model of the catalogue that a hub has: as it was registered before, else by the file that was just fetched."""
+    model_name = fetch.default_name(name)
+    variant = pools.find_variant(model_name)
+    if variant is None:
+        try:
+            fetched = fetch.fetch(name, models_dir, lambda stage, done, total: None)
+            job_runner.register(fetched, settings.HYDRA_HOST_NAME, model_name, models_dir)
+        except PoolError as error:
+            raise CommandError(f"{error.message} ({error.hint})") from error
+        variant = pools.find_variant(model_name)
+        assert variant is not None
+    pools.set_default_model(model_name)
+    return variant
+
+
+def _registered(name: str, error: ModelUnknown) -> VariantView:
+    variant = pools.find_variant(name)
+    if variant is None:
+        raise CommandError(f"HYDRA_DEFAULT_MODEL={name}: {error}") from error
+    pools.set_default_model(name)
+    return variant
 
 
 def make_engine(host_id: int, variant: VariantView) -> None:

@@ -1,6 +1,5 @@
-"""`manage.py pull NAME|PATH`: gets a model out of the catalogue, or takes a local GGUF, and makes it known to the pool."""
+"""`manage.py pull REFERENCE`: brings a model to this host, or to another one, and makes it known to the pool."""
 
-import re
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -15,76 +14,103 @@ from rich.table import Table
 from hydra_site.addresses import use_database
 from hydra_site.supervisor.borrow import services as borrowed_services
 from hydra_site.supervisor.errors import SupervisorError
-from pools import catalogue, services
-from pools.catalogue import CATALOGUE, CatalogueEntry, InspectedModel
+from pools import catalogue, fetch, job_runner, jobs
+from pools.catalogue import CATALOGUE, MAX_NAME_CHARS
+from pools.choices import JobKind
 from pools.errors import PoolError
+from pools.fetch import Fetched
 from pools.gguf_header import describe
-
-MAX_NAME_CHARS = 128
+from pools.hub_catalogue import HUB_MODELS
+from pools.model_tags import is_projector
 
 
 class Command(BaseCommand):
-    help = "Get a model by its catalogue name, or register a local GGUF by its path."
+    help = (
+        "Get a model: by a name of the catalogue, hf:owner/repository/file.gguf, hf:owner/repository:QUANT, a URL, or the "
+        "path of a GGUF that is here. A projector (mmproj) is given to the model that --name says."
+    )
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        names = ", ".join(entry.name for entry in CATALOGUE)
-        parser.add_argument("model", metavar="NAME|PATH", help=f"a name of the catalogue ({names}), or a GGUF file")
-        parser.add_argument("--name", help="the name that users ask for; unset = the catalogue's, or the file's own")
+        parser.add_argument(
+            "model", metavar="NAME|hf:…|URL|PATH", nargs="?", help="what to get; nothing: show the catalogue"
+        )
+        parser.add_argument(
+            "--name", default="", help="the name that users ask for; unset = the catalogue's, or the file's own"
+        )
+        parser.add_argument("--host", default="", help="let another host of the running pool get it")
 
     def handle(self, *args: Any, **options: Any) -> None:
         console = Console(highlight=False)
-        models_dir = Path(settings.HYDRA_HOME) / "models"
-        wanted: str = options["model"]
-        by_path = "/" in wanted or wanted.endswith(".gguf") or Path(wanted).is_file()
+        wanted, name = options["model"], options["name"]
+        if not wanted:
+            _show_catalogue(console)
+            return
+        if not name.isprintable() or len(name) > MAX_NAME_CHARS:
+            raise CommandError(f"--name takes up to {MAX_NAME_CHARS} printable characters")
         try:
-            with _progress(console, f"{wanted}") as report:
-                path = Path(wanted) if by_path else catalogue.ensure(wanted, models_dir, report)
-                model = catalogue.inspect(path, models_dir, report)
+            if options["host"]:
+                self._ask(wanted, name, options["host"])
+                return
+            models_dir = Path(settings.HYDRA_HOME) / "models"
+            with _progress(console, wanted) as report:
+                fetched = fetch.fetch(wanted, models_dir, report)
+            _show(console, fetched, models_dir)
+            self._register(fetched, name, models_dir)
         except PoolError as error:
             raise CommandError(f"{error.message}. {error.hint}") from error
-        name = options["name"] or (_name_of(model) if by_path else wanted)
-        if not name.isprintable() or not 1 <= len(name) <= MAX_NAME_CHARS:
-            raise CommandError(f"--name takes 1 to {MAX_NAME_CHARS} printable characters")
-        _show(console, name, model)
-        self._register(name, model, None if by_path else catalogue.lookup(wanted))
 
-    def _register(self, name: str, model: InspectedModel, entry: CatalogueEntry | None) -> None:
+    def _register(self, fetched: Fetched, name: str, models_dir: Path) -> None:
         try:
             with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, _):
                 use_database(database_url)
                 # The database of a home that never ran is empty.
                 call_command("migrate", interactive=False, verbosity=0)
-                services.register_gguf(
-                    name,
-                    model.header.path,
-                    header=model.header,
-                    content_digest=model.sha256,
-                    display_name=entry.display_name if entry else "",
-                    defaults=entry.defaults if entry else None,
-                )
+                name = job_runner.register(fetched, settings.HYDRA_HOST_NAME, name, models_dir)
         except SupervisorError as error:
             self.stderr.write(f"The file is here, but could not be registered: {error.line()}")
             raise SystemExit(1) from error
         self.stdout.write(f"{name} is registered.")
 
+    def _ask(self, wanted: str, name: str, host_name: str) -> None:
+        fetch.reference_of(wanted)
+        try:
+            with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, broker_url):
+                use_database(database_url)
+                if broker_url is None:
+                    raise CommandError("Hydra does not run, so no other host can be asked: make run")
+                job_id = jobs.enqueue(host_name, JobKind.DOWNLOAD, wanted, name)
+        except SupervisorError as error:
+            raise CommandError(error.line()) from error
+        self.stdout.write(f"{host_name} was asked: job {job_id}; the admin shows how far it is.")
 
-def _name_of(model: InspectedModel) -> str:
-    """A model name out of what the file calls itself, else out of its file name: lower case, dashes for blanks."""
-    own = model.header.name or model.header.path.stem
-    return re.sub(r"[^a-z0-9._-]+", "-", own.lower()).strip("-.")[:MAX_NAME_CHARS] or "model"
+
+def _show_catalogue(console: Console) -> None:
+    table = Table("name", "file", "about", "for", title="the catalogue", title_justify="left", box=None)
+    for entry in CATALOGUE:
+        table.add_row(entry.name, entry.file_name, f"{entry.size_bytes / 1e9:.1f} GB", "any CPU; verified")
+    for model in HUB_MODELS:
+        for variant in model.variants:
+            about = f"{variant.about_bytes / 1e9:.1f} GB" if variant.about_bytes else ""
+            table.add_row(f"{model.name}:{variant.quant}", variant.file, about, f"{variant.note}; unverified")
+    console.print(table)
 
 
-def _show(console: Console, name: str, model: InspectedModel) -> None:
-    table = Table(title=name, show_header=False, title_justify="left", box=None)
-    for label, value in describe(model.header):
-        table.add_row(label, value)
-    table.add_row("sha256", model.sha256)
+def _show(console: Console, fetched: Fetched, models_dir: Path) -> None:
+    path = Path(fetched.path)
+    table = Table(title=path.name, show_header=False, title_justify="left", box=None)
+    if not is_projector(path):
+        for label, value in describe(catalogue.inspect(path, models_dir).header):
+            table.add_row(label, value)
+    table.add_row("sha256", fetched.sha256)
+    if fetched.source:
+        table.add_row("source", fetched.source)
+        table.add_row("verified", "yes" if fetched.verified else "no: its source tells no SHA-256")
     console.print(table)
 
 
 class _progress:
-    """A progress bar on a terminal, silence elsewhere. Entering it gives the function that reports (done, total) bytes."""
+    """A progress bar on a terminal, silence elsewhere. Entering it gives the function that reports (stage, done, total)."""
 
     def __init__(self, console: Console, title: str) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -94,7 +120,9 @@ class _progress:
     def __enter__(self) -> Any:
         self._bar.start()
         task = self._bar.add_task(self._title, total=None)
-        return lambda done_bytes, total_bytes: self._bar.update(task, completed=done_bytes, total=total_bytes)
+        return lambda stage, done, total: self._bar.update(
+            task, description=f"{self._title}: {stage}", completed=done, total=total or None
+        )
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()

@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, status_c
 
 from tests.engine_client import call
 from tests.engine_process import EngineProcess
+from tests.engines.store.store_process import store_on_tmpfs
 from tests.synthetic_gguf import SyntheticModel
 
 # 501 is their answer: they are other engines' paths.
@@ -27,8 +28,10 @@ def engine(tie_free_model: SyntheticModel, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("described")
     settings: dict[str, Any] = {"slots": 2, "context_tokens": 512, "default_max_tokens": 2}
     settings |= {"slot_save_path": str(folder / "slots")}
-    with EngineProcess(folder, tie_free_model.path, **settings) as running:
-        yield running
+    with store_on_tmpfs(folder) as store:
+        settings["store_port"] = store.config.port
+        with EngineProcess(folder, tie_free_model.path, **settings) as running:
+            yield running
 
 
 def test_the_document_names_every_route_and_its_models(engine: EngineProcess) -> None:

@@ -14,7 +14,7 @@ from engines.store.books import check_books
 from engines.store.config import StoreConfig
 from engines.store.objects import StoredObject, boot_seconds, prove
 from engines.store.store import Store
-from engines.wire_json import Manifest, ManifestChunk
+from engines.wire_store import Manifest, ManifestChunk
 
 MB = 1 << 20
 

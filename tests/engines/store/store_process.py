@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,17 @@ from tests.engine_process import free_port
 
 START_TIMEOUT_S = 30.0
 ROOT = Path(__file__).resolve().parents[3]
+
+
+@contextmanager
+def store_on_tmpfs(logs: Path, **settings: Any) -> Iterator[StoreProcess]:
+    """A store with room for some small engines, and a folder of its own that goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="test-store-", dir="/dev/shm"))
+    try:
+        with StoreProcess(folder, logs, **{"capacity_bytes": 64 << 20, "slab_bytes": 8 << 20, **settings}) as store:
+            yield store
+    finally:
+        shutil.rmtree(folder)
 
 
 class StoreProcess:

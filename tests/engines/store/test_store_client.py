@@ -12,7 +12,7 @@ import pytest
 from engines.errors import EngineError, RpcBusy, RpcNotFound
 from engines.store.client import StoreClient
 from engines.store.errors import LeaseLost, ObjectDamaged
-from engines.wire_json import LeaseBody
+from engines.wire_store import LeaseBody
 from tests.engines.store.objects_made import MB, content, hash_of, manifest_of
 from tests.engines.store.store_process import StoreProcess
 

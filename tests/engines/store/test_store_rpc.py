@@ -25,7 +25,7 @@ OK, NOT_FOUND, ERROR, PARTIAL, BUSY, BAD_REQUEST, NOT_IMPLEMENTED = range(7)
 PUT, GET, DEL, STAT, LIST = range(1, 6)
 PUT_CHUNKED, GET_CHUNKED, SYNC_MISSING, PUSH_CHUNKS, PUT_META, PUT_MANIFEST = range(0x10, 0x16)
 GET_MANIFEST, INFO = 0x33, 0x41
-RESERVE, COMMIT, LEASE, RELEASE = range(0x71, 0x75)
+RESERVE, COMMIT, LEASE, RELEASE, SNAPSHOTS = range(0x71, 0x76)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,31 @@ def test_names_are_listed_by_their_beginning(client: PlainClient) -> None:
         client.ask(PUT, name, b"x")
     answer = client.ask(LIST, "kv/")
     assert (answer.meta, json.loads(answer.payload)) == ({"count": 2}, ["kv/a", "kv/b"])
+
+
+def test_snapshots_are_listed_page_by_page_and_by_session(client: PlainClient) -> None:
+    client.ask(PUSH_CHUNKS, "", pushed(b"one"))
+    for name, session in (("s/c", "two"), ("s/a", "one"), ("s/b", "one"), ("other", "one")):
+        assert client.ask(PUT_MANIFEST, name, manifest(b"one", session=session, fingerprint="f")).status == OK
+    first = client.ask(SNAPSHOTS, "s/", b'{"limit": 2}')
+    assert first.meta == {"count": 2, "more": True}
+    entries = json.loads(first.payload)
+    assert [entry["name"] for entry in entries] == ["s/a", "s/b"]
+    assert abs(entries[0].pop("modified") - time.time()) < 60
+    assert entries[0] == {
+        "name": "s/a",
+        "session": "one",
+        "n_past": 1,
+        "total_size": 3,
+        "fingerprint": "f",
+        "checkpoint": False,
+        "pinned": False,
+    }
+    rest = client.ask(SNAPSHOTS, "s/", b'{"after": "s/b"}')
+    assert (rest.meta, [e["session"] for e in json.loads(rest.payload)]) == ({"count": 1, "more": False}, ["two"])
+    of_one = client.ask(SNAPSHOTS, "", b'{"session": "one"}')
+    assert [entry["name"] for entry in json.loads(of_one.payload)] == ["other", "s/a", "s/b"]
+    assert client.ask(SNAPSHOTS, "", b'{"limit": 0}').status == BAD_REQUEST
 
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", "kv/../x", "a\nb", "x" * 1025, "objects/x"])

@@ -1,0 +1,103 @@
+"""`GET /rates`: what a router must know of this engine, cheap enough to be asked every second."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from aiohttp import web
+
+from engines.rates_view import MAX_PENDING, MAX_SESSIONS, EngineRates
+from engines.runtime.core import EngineCore
+from engines.runtime.operations import NEEDS_MODEL, Operation
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.preparation import Preparation
+from engines.runtime.state_desk import StateDesk
+
+
+class RatesEndpoint:
+    """Answers from the event loop while the core runs: values may be one step apart."""
+
+    def __init__(self, preparation: Preparation, desk: StateDesk) -> None:
+        self._preparation = preparation
+        self._desk = desk
+
+    def operations(self) -> list[Operation]:
+        return [
+            Operation(
+                "GET",
+                "/rates",
+                self.rates,
+                "Measured speeds, free slots, the line, and the sessions held: what a router goes by.",
+                statuses=NEEDS_MODEL,
+            )
+        ]
+
+    async def rates(self, _request: web.Request) -> web.Response:
+        self._preparation.llama  # noqa: B018 -- a model that is being loaded has no speed yet
+        # What an engine without a store holds can be shared with nobody, so its file is not read for a digest.
+        kv_group = self._desk.known_fingerprint() if self._preparation.config.store_port else ""
+        parking = self._preparation.parking
+        restores = parking.rates.restore_bytes_per_s if kv_group and parking is not None else 0.0
+        return web.json_response(asdict(rates_of(self._preparation.core, kv_group, restores)))
+
+
+def rates_of(core: EngineCore, kv_group: str = "", restore_bytes_per_s: float = 0.0) -> EngineRates:
+    """Of a core that is ready."""
+    cache, rates, config = core.cache, core.rates, core.config
+    idle_tokens, idle_s = next_to_go(cache)
+    return EngineRates(
+        model=config.model_name,
+        slots=len(cache.slots),
+        free_slots=sum(slot.idle for slot in cache.slots),
+        decoding=sum(slot.decoding for slot in cache.slots),
+        pending_tokens=pending_tokens(core),
+        queue_length=len(core.waiting),
+        queue_limit=config.queue_limit,
+        context_tokens=config.context_tokens,
+        cells=cache.ledger.count,
+        resident_tokens=cache.ledger.count - cache.ledger.free,
+        prefill_token_s=rates.prefill.token_s,
+        prefill_pair_s=rates.prefill.pair_s,
+        steps=tuple(rates.decode.steps()),
+        resident_token_s=rates.decode.resident_token_s,
+        request_s=rates.request_s,
+        chunk_s=core.planner.shared_tokens * rates.prefill.token_s,
+        interleaves=core.planner.alternates,
+        kv_group=kv_group,
+        restore_bytes_per_s=restore_bytes_per_s,
+        sessions=sessions_held(cache),
+        idle_tokens=idle_tokens,
+        idle_s=idle_s,
+    )
+
+
+def pending_tokens(core: EngineCore) -> tuple[int, ...]:
+    """What each prompt that has no answer yet still has to compute; of waiting ones all of it, for nobody has looked yet."""
+    filling = [slot.todo_tokens for slot in core.cache.slots if slot.generation is not None and not slot.decoding]
+    return tuple((filling + core.waiting.prompt_tokens(MAX_PENDING))[:MAX_PENDING])
+
+
+def sessions_held(cache: PrefixCache) -> dict[str, int]:
+    """Tokens of each conversation with a name that a slot or host memory holds; of those used last MAX_SESSIONS."""
+    found: dict[str, int] = {}
+    for entry in cache.host:
+        _add(found, entry.origin.session, len(entry.tokens))
+    for slot in sorted(cache.slots, key=lambda slot: slot.used_at):
+        _add(found, slot.sequence.origin.session, len(slot.sequence))
+    return dict(list(found.items())[-MAX_SESSIONS:])
+
+
+def _add(found: dict[str, int], session: str, tokens: int) -> None:
+    if session and tokens:
+        # Taken out first, so that the order is that of use.
+        found[session] = max(tokens, found.pop(session, 0))
+
+
+def next_to_go(cache: PrefixCache) -> tuple[int, float]:
+    """The conversation that a new one would push out: tokens and seconds since it was used; no tokens if a slot is empty."""
+    idle = [slot for slot in cache.slots if slot.idle]
+    if not idle or any(not len(slot.sequence) for slot in idle):
+        return 0, 0.0
+    oldest = min(idle, key=lambda slot: slot.used_at)
+    return len(oldest.sequence), round(time.monotonic() - oldest.used_at, 3)

@@ -1,0 +1,130 @@
+"""The sessions pages: where each conversation is, why its requests went where they went, and buttons to move it.
+
+Plain pages that need no script. People of the staff see all conversations, others their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asgiref.sync import async_to_sync
+from django.contrib import messages
+from django.contrib.auth.decorators import login_required
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import redirect, render
+from django.views.decorators.http import require_POST, require_safe
+
+from engines.errors import EngineError
+from engines.services import serving_engines
+from sessions import lifecycle, services
+from sessions.errors import SessionUnknown
+from sessions.identity import Owner
+from sessions.lifecycle import SessionView
+from sessions.services import TurnView
+
+SHOWN = 100
+SHOWN_TURNS = 20
+_TONES = {"warm": "ok", "parked": "", "resumable": "warn", "expired": ""}
+_TERMS = ("queue_s", "load_s", "restore_s", "prefill_s", "decode_s", "evict_s", "others_s")
+
+
+@require_safe
+@login_required
+def sessions(request: HttpRequest) -> HttpResponse:
+    """All conversations that this user may see, the newest first."""
+    views = async_to_sync(lifecycle.listed)(_scope(request), SHOWN)
+    return render(request, "sessions.html", {"page": "sessions", "rows": [_row(view) for view in views]})
+
+
+@require_safe
+@login_required
+def session(request: HttpRequest, key: str) -> HttpResponse:
+    """One conversation: where it is, and its last requests."""
+    try:
+        view = async_to_sync(lifecycle.inspected)(_scope(request), key)
+    except SessionUnknown as error:
+        raise Http404 from error
+    turns = services.turn_views(view.detail.id, SHOWN_TURNS)
+    context = {
+        "page": "sessions",
+        "row": _row(view),
+        "view": view,
+        "turns": [_turn(turn) for turn in turns],
+        "engines": _engine_names(view),
+    }
+    return render(request, "session.html", context)
+
+
+@require_POST
+@login_required
+def act(request: HttpRequest, key: str, name: str) -> HttpResponse:
+    """Park, bring back, move or delete a conversation."""
+    acts = {
+        "park": lambda: async_to_sync(lifecycle.park)(_scope(request), key),
+        "resume": lambda: async_to_sync(lifecycle.resume)(_scope(request), key),
+        "migrate": lambda: async_to_sync(lifecycle.migrate)(_scope(request), key, request.POST.get("engine", "")),
+        "delete": lambda: async_to_sync(lifecycle.delete)(_scope(request), key),
+    }
+    if name not in acts:
+        raise Http404
+    try:
+        acts[name]()
+    except SessionUnknown as error:
+        raise Http404 from error
+    except EngineError as error:
+        messages.error(request, str(error))
+    else:
+        done = {
+            "park": "Parked",
+            "resume": "Its next turn goes on from what is saved",
+            "migrate": "Moved",
+            "delete": "Deleted",
+        }
+        messages.success(request, f"{done[name]}.")
+    return redirect("sessions") if name == "delete" else redirect("session", key=key)
+
+
+def _scope(request: HttpRequest) -> str | None:
+    user = request.user
+    return None if user.is_staff else Owner(user_id=user.pk).scope
+
+
+def _row(view: SessionView) -> dict[str, Any]:
+    detail = view.detail
+    return {
+        "key": detail.key_hash,
+        "title": detail.title or f"Session {detail.id}",
+        "model": detail.model_name,
+        "where": ", ".join(holder.endpoint.name for holder in view.holders) or detail.engine_name,
+        "wanted": detail.wanted_engine_name,
+        "state": view.state,
+        "tone": _TONES[view.state],
+        "turns": detail.turn_count,
+        "saved_tokens": max((snapshot.tokens for snapshot in view.snapshots), default=0),
+        "last_active_at": detail.last_active_at,
+    }
+
+
+def _engine_names(view: SessionView) -> list[str]:
+    return [endpoint.name for endpoint in serving_engines(view.detail.model_name)]
+
+
+def _turn(turn: TurnView) -> dict[str, Any]:
+    explanation = turn.explanation or {}
+    chosen = explanation.get("chosen") or {}
+    return {
+        "turn": turn,
+        "why": explanation.get("why", "no explanation was kept"),
+        "candidates": [
+            {
+                "engine": candidate["engine"],
+                "mode": candidate["mode"],
+                "cost_s": candidate["cost_s"],
+                "cached_tokens": candidate["cached_tokens"],
+                "is_chosen": candidate["engine"] == chosen.get("engine"),
+                "terms": [(name[:-2], candidate["terms"][name]) for name in _TERMS if candidate["terms"].get(name)],
+            }
+            for candidate in explanation.get("candidates", ())
+        ],
+        "refusals": explanation.get("refusals", ()),
+    }

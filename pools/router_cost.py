@@ -1,0 +1,189 @@
+"""What it would cost to answer a request on an engine, term by term, in seconds. Pure arithmetic over measured rates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pools.router_plan import Candidate, Terms
+from pools.router_views import EngineView, PoolView, RequestView, Sent
+
+# Bringing a snapshot in costs this much whatever its size: a look-up, a lease, the recurrent part.
+RESTORE_FIXED_S = 0.005
+# A conversation that was left alone for so long comes back with a chance of 1/e.
+RETURN_S = 300.0
+# Nobody goes on with a background request, so it must not push out a conversation that somebody may go on with.
+BACKGROUND_EVICTION = 10.0
+# Of every so many chunks one goes to whoever waits longest, whatever its prompt's length.
+OLDEST_EVERY_CHUNKS = 4
+NOTHING_SENT = Sent()
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How much of a prompt an engine need not compute, and what getting it costs."""
+
+    held_tokens: int = 0
+    cached_tokens: int = 0
+    restore_s: float = 0.0
+    restore_from: str = ""
+    restore_address: str = ""
+
+
+def best_reuse(request: RequestView, engine: EngineView, pool: PoolView) -> Reuse:
+    """What is on the engine, or a snapshot where reading it saves more prefill than it costs."""
+    # One token is always left to compute: a state holds no logits.
+    most = max(0, request.prompt_tokens - 1)
+    held = min(most, _held_tokens(request, engine.engine_id, pool))
+    best = Reuse(held, held)
+    if not engine.resumes or not request.session:
+        return best
+    best_s = engine.prefill.seconds(held, request.prompt_tokens)
+    for snapshot in pool.snapshots.get(request.session, ()):
+        tokens = min(most, snapshot.tokens)
+        link = pool.links.get((snapshot.host, engine.host))
+        if link is None or tokens <= held or not engine.kv_group or snapshot.kv_group != engine.kv_group:
+            continue
+        missing_bytes = snapshot.size_bytes * (tokens - held) / max(1, snapshot.tokens)
+        restore_s = RESTORE_FIXED_S + link.seconds(missing_bytes)
+        seconds = restore_s + engine.prefill.seconds(tokens, request.prompt_tokens)
+        if seconds < best_s:
+            best_s = seconds
+            best = Reuse(held, tokens, restore_s, snapshot.host, snapshot.address)
+    return best
+
+
+def _held_tokens(request: RequestView, engine_id: int, pool: PoolView) -> int:
+    held = pool.held.get(request.session, {}).get(engine_id, 0) if request.session else 0
+    for key in request.prefix_keys:
+        on_engines = pool.prefixes.get(key)
+        if on_engines is not None and engine_id in on_engines:
+            # The keys stand longest first, so no later one can say more.
+            return max(held, on_engines[engine_id])
+    return held
+
+
+def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
+    """The engine does all of it."""
+    sent = pool.sent.get(engine.engine_id, NOTHING_SENT)
+    reuse = best_reuse(request, engine, pool)
+    prompt, output = request.prompt_tokens, request.output_tokens
+    decoding = engine.decoding + sent.requests
+    step_s = engine.decode.step_s(decoding + 1, engine.resident_tokens + prompt)
+    missing_tokens = prompt - reuse.cached_tokens
+    prefill_s = engine.prefill.seconds(reuse.cached_tokens, prompt) * interleaving(engine, decoding)
+    terms = Terms(
+        queue_s=queue_s(engine, sent, missing_tokens),
+        load_s=engine.load_s,
+        restore_s=reuse.restore_s,
+        prefill_s=prefill_s,
+        decode_s=output * step_s + stalls_s(engine, sent, missing_tokens),
+        evict_s=evict_s(request, engine, reuse),
+        others_s=others_s(engine, sent, output, step_s, missing_tokens, prefill_s),
+    )
+    first_token_s = terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s
+    return Candidate(
+        "solo",
+        engine.engine_id,
+        engine.name,
+        engine.engine_id,
+        terms,
+        terms.total_s,
+        first_token_s,
+        reuse.held_tokens,
+        reuse.cached_tokens,
+        reuse.restore_from,
+        reuse.restore_address,
+    )
+
+
+def prefill_and_decode(
+    request: RequestView, first: EngineView, second: EngineView, pool: PoolView, bytes_per_token: float
+) -> Candidate:
+    """`first` computes the prompt while its blocks travel to `second`, which decodes. Both can share KV over a known link."""
+    link = pool.links[(first.host, second.host)]
+    at_first, at_second = solo(request, first, pool), solo(request, second, pool)
+    prefill_s = at_first.terms.prefill_s
+    travel_s = link.seconds(bytes_per_token * request.prompt_tokens)
+    terms = Terms(
+        # The second's slot is waited for while the first computes.
+        queue_s=max(at_first.terms.queue_s, at_second.terms.queue_s - prefill_s),
+        load_s=max(at_first.terms.load_s, at_second.terms.load_s),
+        # Blocks leave as they are finished: what is left after the last one is what travelling takes longer, and its own trip.
+        restore_s=at_first.terms.restore_s + max(0.0, travel_s - prefill_s) + RESTORE_FIXED_S,
+        prefill_s=prefill_s,
+        decode_s=at_second.terms.decode_s,
+        evict_s=at_first.terms.evict_s + at_second.terms.evict_s,
+        others_s=at_second.terms.others_s,
+    )
+    step_s = second.decode.step_s(second.decoding + 1, second.resident_tokens + request.prompt_tokens)
+    return Candidate(
+        "pd",
+        second.engine_id,
+        f"{first.name} → {second.name}",
+        first.engine_id,
+        terms,
+        terms.total_s,
+        terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s,
+        at_first.held_tokens,
+        at_first.cached_tokens,
+        at_first.restore_from,
+        at_first.restore_address,
+    )
+
+
+def queue_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
+    """Until the engine begins with this prompt: prompts that come before it, and a slot if none is free."""
+    before, after = _pending(engine, sent, missing_tokens)
+    waited_s = (before + after / OLDEST_EVERY_CHUNKS) * engine.prefill.token_s if before or after else 0.0
+    lacking = 1 + engine.queue_length + sent.requests - engine.free_slots
+    if lacking > 0:
+        waited_s += lacking * engine.request_s / max(1, engine.slots)
+    return waited_s
+
+
+def _pending(engine: EngineView, sent: Sent, missing_tokens: int) -> tuple[int, int]:
+    """Prompt tokens of others that are computed before this prompt's, and after.
+
+    Whoever is nearest to a first token comes first, so of a longer prompt only as much comes before as this one is long.
+    """
+    if not engine.pending_tokens and not sent.requests:
+        return 0, 0
+    before = sum(tokens if tokens < missing_tokens else missing_tokens for tokens in engine.pending_tokens)
+    before += min(sent.prompt_tokens, missing_tokens * sent.requests)
+    return before, sum(engine.pending_tokens) + sent.prompt_tokens - before
+
+
+def stalls_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
+    """How long others' prompts that are still to be computed hold this one up while it decodes."""
+    return _pending(engine, sent, missing_tokens)[1] * (1 - 1 / OLDEST_EVERY_CHUNKS) * engine.prefill.token_s
+
+
+def interleaving(engine: EngineView, decoding: int) -> float:
+    """How much longer a prompt takes because others' steps stand between its chunks."""
+    if not decoding or engine.chunk_s <= 0.0:
+        return 1.0
+    return 1.0 + engine.decode.step_s(decoding, engine.resident_tokens) / engine.chunk_s
+
+
+def evict_s(request: RequestView, engine: EngineView, reuse: Reuse) -> float:
+    """What computing the pushed-out conversation again would take, by the chance that it goes on."""
+    if not engine.idle_tokens or reuse.held_tokens:
+        return 0.0
+    again_s = engine.prefill.seconds(0, engine.idle_tokens) * math.exp(-engine.idle_s / RETURN_S)
+    return again_s * (BACKGROUND_EVICTION if request.background else 1.0)
+
+
+def others_s(
+    engine: EngineView, sent: Sent, output_tokens: int, step_s: float, missing_tokens: int, prefill_s: float
+) -> float:
+    """What the others lose there, all together: those who decode wait for this prompt and then take longer steps, those whose
+    prompts are longer or who have no slot yet wait for this prompt."""
+    decoding = engine.decoding + sent.requests
+    later = engine.queue_length
+    for tokens in engine.pending_tokens:
+        later += tokens > missing_tokens
+    if not decoding:
+        return prefill_s * later
+    without_s = engine.decode.step_s(decoding, engine.resident_tokens)
+    return max(0.0, step_s - without_s) * output_tokens * decoding + prefill_s * (engine.decoding + later)

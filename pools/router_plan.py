@@ -1,0 +1,147 @@
+"""What the router answers: a plan, and why: every candidate with every term in seconds, every refusal with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from pools.router_views import Mode
+
+
+class Reason(Enum):
+    """Why an engine is no candidate. The values are for people."""
+
+    MODEL = "it serves another model"
+    ALLOWED = "the key is not allowed this model"
+    STATE = "it is not ready"
+    CONTEXT = "prompt and answer do not fit its context"
+    FEATURES = "it lacks what the request needs"
+    QUALITY = "its weights are below the asked-for quality"
+    TENANT = "it is kept for others"
+    MEMORY = "its KV memory cannot hold prompt and answer"
+    QUEUE = "its waiting line is full"
+    FORCED = "the operator asked for another engine"
+    MODE = "the operator asked for another form"
+    GROUP = "the two cannot share KV"
+    STREAMS = "it does not send or take KV while it computes"
+    LINK = "the link between the hosts was never measured"
+    PEER = "the peer cannot be reached"
+
+
+class Why(Enum):
+    """What decided."""
+
+    WARM = "its engine still holds the session"
+    CHEAPEST = "it costs least"
+    STAYS = "moving the session would gain too little"
+    FORCED = "an operator asked for it"
+    ONLY = "no other engine can"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a candidate costs, in seconds; `total_s` is their sum and nothing else."""
+
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    evict_s: float = 0.0
+    others_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return (
+            self.queue_s + self.load_s + self.restore_s + self.prefill_s + self.decode_s + self.evict_s + self.others_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to answer. `engine_id` decodes; `prefill_engine_id` differs from it in a pd plan only.
+
+    `cached_tokens` need no computing there: `held_tokens` of them are on the engine, the rest comes from `restore_from`.
+    `first_token_s` is what is predicted until the first token.
+    """
+
+    mode: Mode
+    engine_id: int
+    engine: str
+    prefill_engine_id: int
+    terms: Terms
+    cost_s: float
+    first_token_s: float
+    held_tokens: int = 0
+    cached_tokens: int = 0
+    restore_from: str = ""
+    restore_address: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        terms = {name: round(getattr(self.terms, name), 6) for name in Terms.__slots__}
+        values: dict[str, Any] = {
+            "mode": self.mode,
+            "engine_id": self.engine_id,
+            "engine": self.engine,
+            "cost_s": round(self.cost_s, 6),
+            "first_token_s": round(self.first_token_s, 6),
+            "held_tokens": self.held_tokens,
+            "cached_tokens": self.cached_tokens,
+            "terms": terms,
+        }
+        if self.restore_from:
+            values["restore_from"] = self.restore_from
+        if self.prefill_engine_id != self.engine_id:
+            values["prefill_engine_id"] = self.prefill_engine_id
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An engine, or a pair, that is no candidate. `detail` has the numbers."""
+
+    mode: Mode
+    engine: str
+    reason: Reason
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return {"mode": self.mode, "engine": self.engine, "reason": self.reason.value, "detail": self.detail}
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All that was weighed. `candidates` cheapest first; `chosen` is one of them, None where nothing could be chosen."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+    chosen: Candidate | None
+    why: Why | None
+    prompt_tokens: int
+    output_tokens: int
+    home: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON for rows, pages and logs."""
+        return {
+            "why": self.why.value if self.why else "no engine can take it",
+            "chosen": self.chosen.to_dict() if self.chosen else None,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "refusals": [refusal.to_dict() for refusal in self.refusals],
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "home": self.home,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where the request goes. `resume_from` is the address of a store on another host that the engine should read."""
+
+    mode: Mode
+    engine_id: int
+    prefill_engine_id: int
+    resume_from: str = ""
+    cached_tokens: int = 0
+    first_token_s: float = 0.0

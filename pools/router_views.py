@@ -1,0 +1,171 @@
+"""What the router is told: one request and the pool, as frozen values. Times in seconds, sizes in bytes and tokens.
+
+Whoever fills these in measures: a rate that nobody measured is not made up here but left at a default that says so.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Mode = Literal["solo", "pd", "combined"]
+READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFit:
+    """Seconds of computing prompt tokens: so many for each, and so many for each pair of tokens that see each other."""
+
+    token_s: float
+    pair_s: float = 0.0
+
+    def seconds(self, cached_tokens: int, prompt_tokens: int) -> float:
+        """Of a prompt of which the first `cached_tokens` are there already."""
+        missing = prompt_tokens - cached_tokens
+        return 0.0 if missing <= 0 else missing * (self.token_s + self.pair_s * (prompt_tokens + cached_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRates:
+    """Seconds of one step: by how many streams share it (ascending, at least one entry), and for each resident token."""
+
+    steps: tuple[tuple[int, float], ...]
+    resident_token_s: float = 0.0
+
+    def step_s(self, streams: int, resident_tokens: int) -> float:
+        """Linear between measured batch sizes, flat below the first, by the last slope beyond the last."""
+        return self._batch_s(streams) + self.resident_token_s * resident_tokens
+
+    def _batch_s(self, streams: int) -> float:
+        steps = self.steps
+        place = bisect_left(steps, (streams, 0.0))
+        if place == 0:
+            return steps[0][1]
+        if place == len(steps):
+            if place == 1:
+                return steps[0][1]
+            place -= 1
+        (low, low_s), (high, high_s) = steps[place - 1], steps[place]
+        return low_s + (high_s - low_s) * (streams - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine as last measured. `pending_tokens` are what each prompt before its first token still has to compute.
+
+    `kv_group` names the engines that may share KV ("" none). `idle_tokens` and `idle_s` tell of the conversation that a new
+    request would push out of its slot (0: an empty slot is left). `request_s` is how long a request holds a slot on average,
+    `load_s` what must pass before it can serve at all, `chunk_s` a piece of a prompt between two steps of the others.
+    """
+
+    engine_id: int
+    name: str
+    host: str
+    model: str
+    prefill: PrefillFit
+    decode: DecodeRates
+    slots: int
+    context_tokens: int
+    cells: int
+    state: str = READY
+    free_slots: int = 0
+    decoding: int = 0
+    resident_tokens: int = 0
+    pending_tokens: tuple[int, ...] = ()
+    queue_length: int = 0
+    queue_limit: int = 64
+    request_s: float = 0.0
+    load_s: float = 0.0
+    chunk_s: float = 0.0
+    idle_tokens: int = 0
+    idle_s: float = 0.0
+    features: frozenset[str] = frozenset({"text"})
+    quality: int = 0
+    kv_group: str = ""
+    resumes: bool = False
+    streams_kv: bool = False
+    tenants: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CombinedView:
+    """Two engines' devices as one, where that form is loaded or can be: an engine of its own, and what it takes away."""
+
+    engine: EngineView
+    peer_engine_id: int
+    peer_reachable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """Measured speed between two hosts, or of a host's own memory where both are the same."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotView:
+    """A session's state in a host's store."""
+
+    host: str
+    kv_group: str
+    tokens: int
+    size_bytes: int
+    address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What was sent to an engine since it was last measured."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """The pool at one moment.
+
+    `held` tells by session which engines hold how many of its tokens, `prefixes` the same by key of a beginning that several
+    sessions may share; `snapshots` what stores hold of a session. `links` are by pair of hosts.
+    """
+
+    engines: tuple[EngineView, ...]
+    combined: tuple[CombinedView, ...] = ()
+    held: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    prefixes: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    snapshots: Mapping[str, tuple[SnapshotView, ...]] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkView] = field(default_factory=dict)
+    sent: Mapping[int, Sent] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """One request. `session` and `tenant` are opaque; `prefix_keys` name its beginnings, the longest first.
+
+    `prompt_tokens` and `output_tokens` are what is expected, `sure_prompt_tokens` what the prompt has at least where that is a
+    guess (0: it is none), `most_output_tokens` what was asked for. `home` is the engine that answered the session last.
+    `allowed_models` None means all. A `background` request is one nobody will go on with.
+    """
+
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    most_output_tokens: int = 0
+    sure_prompt_tokens: int = 0
+    session: str = ""
+    tenant: str = ""
+    prefix_keys: tuple[str, ...] = ()
+    home: int | None = None
+    needs: frozenset[str] = frozenset()
+    allowed_models: frozenset[str] | None = None
+    least_quality: int = 0
+    background: bool = False
+    force_mode: Mode | None = None
+    force_engine: int | None = None

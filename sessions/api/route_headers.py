@@ -1,0 +1,93 @@
+"""Headers about a request's way: what may be asked of it, and what an answer tells.
+
+Of a client's own headers none goes to an engine: whom a request is from and which conversation it belongs to are the site's to
+say (`sessions.relay`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from django.http import HttpRequest, HttpResponseBase
+
+from engines.errors import InvalidRequest
+from pools.router_views import Mode
+from sessions.dispatch import NO_WISHES, REQUEST_BUDGET_S, Wishes
+from sessions.errors import OperatorsOnly
+from sessions.identity import Owner
+from sessions.relay import EngineAnswer
+
+FORCE_ENGINE_HEADER = "X-Hydra-Force-Engine"
+FORCE_MODE_HEADER = "X-Hydra-Force-Mode"
+BACKGROUND_HEADER = "X-Hydra-Background"
+TIMEOUT_HEADER = "X-Hydra-Timeout"
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+MAX_IDEMPOTENCY_CHARS = 256
+SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
+_MODES: Mapping[str, Mode] = {"solo": "solo", "pd": "pd", "combined": "combined"}
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def wishes(request: HttpRequest, owner: Owner) -> Wishes:
+    """Raises OperatorsOnly for a key that names an engine or a form, and InvalidRequest for what is no such thing."""
+    engine = request.headers.get(FORCE_ENGINE_HEADER, "").strip()
+    mode = request.headers.get(FORCE_MODE_HEADER, "").strip().lower()
+    background = switch(request, BACKGROUND_HEADER)
+    budget_s = _budget_s(request.headers.get(TIMEOUT_HEADER, "").strip())
+    if not (engine or mode or background or budget_s):
+        return NO_WISHES
+    if (engine or mode) and owner.api_key_id is not None:
+        raise OperatorsOnly("Engine and form of a request are chosen by the pool for requests with a key.")
+    if mode and mode not in _MODES:
+        raise InvalidRequest(f"{FORCE_MODE_HEADER} must be {', '.join(_MODES)}.", param=FORCE_MODE_HEADER)
+    return Wishes(engine, _MODES.get(mode), background, budget_s or REQUEST_BUDGET_S)
+
+
+def _budget_s(text: str) -> float:
+    """What the client gives the request in all, 0 where it does not say; the pool's own bound stays."""
+    if not text:
+        return 0.0
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text)):
+        raise InvalidRequest(f"{TIMEOUT_HEADER} must be a whole number of seconds.", param=TIMEOUT_HEADER)
+    return min(float(text), REQUEST_BUDGET_S)
+
+
+def switch(request: HttpRequest, name: str) -> bool:
+    """A header that is 1 or 0. Raises InvalidRequest."""
+    value = request.headers.get(name, "").strip().lower()
+    if value not in SWITCH:
+        raise InvalidRequest(f"{name} must be 1 or 0.", param=name)
+    return SWITCH[value]
+
+
+def idempotency_key(request: HttpRequest) -> str:
+    """Raises InvalidRequest for one that is too long."""
+    key = request.headers.get(IDEMPOTENCY_HEADER, "").strip()
+    if len(key) > MAX_IDEMPOTENCY_CHARS:
+        raise InvalidRequest(
+            f"{IDEMPOTENCY_HEADER} has more than {MAX_IDEMPOTENCY_CHARS} characters.", param=IDEMPOTENCY_HEADER
+        )
+    return key
+
+
+def trace_id(request: HttpRequest) -> str:
+    """The caller's W3C trace, "" where it has none."""
+    found = _TRACEPARENT.fullmatch(request.headers.get("traceparent", "").strip().lower())
+    return found[1] if found and set(found[1]) != {"0"} else ""
+
+
+def describe(response: HttpResponseBase, request_id: str, answer: EngineAnswer | None, trace: str = "") -> None:
+    """Says on the response where it was made, how it got there, and what of the prompt was there already."""
+    # Anthropic's clients look for the second name.
+    response["X-Request-Id"] = response["request-id"] = request_id
+    response["X-Hydra-Trace"] = trace or request_id.replace("-", "")
+    if answer is None:
+        return
+    response["X-Hydra-Engine"] = answer.engine.name
+    response["X-Hydra-Node"] = answer.engine.host_name
+    response["X-Hydra-Model"] = answer.model_name
+    response["X-Hydra-Route"] = answer.sent.mode
+    response["X-Hydra-Cached"] = str(answer.cached_tokens)
+    if answer.session:
+        response["X-Hydra-Session"] = answer.session

@@ -1,0 +1,56 @@
+"""`manage.py why`: why the last requests went where they went, and how that compares with what then happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+
+from sessions import services
+from sessions.services import TurnView
+
+MOST = 1000
+_TERMS = ("queue_s", "load_s", "restore_s", "prefill_s", "decode_s", "evict_s", "others_s")
+
+
+class Command(BaseCommand):
+    help = "Print why the last requests went where they went: every engine, every term, and predicted against actual times."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--limit", type=int, default=10, help="how many requests, the newest last")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        turns = services.turn_views(None, max(1, min(MOST, options["limit"])))
+        if not turns:
+            self.stdout.write("No request yet.")
+        for turn in reversed(turns):
+            self.stdout.write(described(turn))
+
+
+def described(turn: TurnView) -> str:
+    """A request as some lines of text; times in milliseconds."""
+    explanation = turn.explanation or {}
+    lines = [
+        f"{turn.started_at:%H:%M:%S} {str(turn.request_id)[:8]} → {turn.engine_name or '?'}"
+        f"{' (background)' if turn.is_background else ''}: {explanation.get('why', 'no explanation was kept')}",
+        f"  first token: predicted {_ms(turn.predicted_first_token_s)}, actual {_ms(turn.first_token_s)}"
+        f" (queue {_ms(turn.queue_s)}); prompt: guessed {explanation.get('prompt_tokens', '?')},"
+        f" actual {turn.prompt_tokens}, cached {turn.cached_tokens}; answer: guessed"
+        f" {explanation.get('output_tokens', '?')}, actual {turn.completion_tokens}; {turn.state}",
+    ]
+    for candidate in explanation.get("candidates", ()):
+        terms = candidate["terms"]
+        told = ", ".join(f"{name[:-2]} {_ms(terms[name])}" for name in _TERMS if terms.get(name))
+        lines.append(
+            f"  {candidate['engine']:<12} {candidate['mode']:<5} {_ms(candidate['cost_s'])} = {told or 'nothing'}"
+            f"; {candidate['held_tokens']} tokens held, {candidate['cached_tokens']} without computing"
+        )
+    for refusal in explanation.get("refusals", ()):
+        lines.append(
+            f"  {refusal['engine']:<12} {refusal['mode']:<5} no: {refusal['reason']} {refusal['detail']}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1000:.1f} ms"

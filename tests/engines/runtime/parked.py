@@ -1,0 +1,87 @@
+"""Engines of this process with a store of their host beside them, for the tests of parking."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from engines.runtime.core import EngineCore
+from engines.runtime.generation import Generation
+from engines.runtime.parking import Parking
+from engines.runtime.state_desk import StateDesk
+from engines.store.client import StoreClient
+from engines.wire_store import StoreInfoAnswer
+from tests.engines.runtime.test_core import finished, generation, running
+from tests.engines.store.store_process import StoreProcess
+from tests.synthetic_gguf import SyntheticModel
+
+BLOCK_TOKENS = 64
+
+
+@dataclass
+class ParkingEngine:
+    """One engine's core, desk and parking."""
+
+    core: EngineCore
+    desk: StateDesk
+    parking: Parking
+
+    async def ask(
+        self, prompt: list[int], count: int = 20, *, stores: tuple[tuple[str, int], ...] = (), **fields: Any
+    ) -> Generation:
+        """As a request comes in: the store is asked first."""
+        work = generation(prompt, count, **fields)
+        await self.parking.look_up([work], stores)
+        self.core.submit(work)
+        last = await finished(work)
+        assert last.error is None, last.error
+        return work
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.core.metrics.registry.get_sample_value(f"hydra_engine_{name}_total", labels) or 0.0
+
+
+@asynccontextmanager
+async def parking_engine(
+    model: SyntheticModel, store: StoreProcess | None, *, by_itself: bool = False, **settings: Any
+) -> AsyncIterator[ParkingEngine]:
+    """`by_itself`: it also saves and parks what is idle without being asked."""
+    port = store.config.port if store else 0
+    values: dict[str, Any] = {"store_port": port, "kv_block_tokens": BLOCK_TOKENS, "context_tokens": 1024}
+    async with running(model, **{**values, **settings}) as core:
+        desk = StateDesk(core)
+        parking = Parking(core.config, core, desk)
+        if by_itself:
+            parking.begin()
+        else:
+            await parking.ready()
+        try:
+            yield ParkingEngine(core, desk, parking)
+        finally:
+            await parking.close()
+            desk.close()
+
+
+@asynccontextmanager
+async def client_of(store: StoreProcess) -> AsyncIterator[StoreClient]:
+    client = StoreClient("127.0.0.1", store.config.port, name="test")
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def info_of(store: StoreProcess) -> StoreInfoAnswer:
+    async with client_of(store) as client:
+        return await client.store_info()
+
+
+async def until(condition: Any, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)

@@ -1,0 +1,96 @@
+"""What an engine learns of its own speed, and what it tells a router."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engines.rates_view import EngineRates
+from engines.runtime.rates import PrefillRate, Rates, StepRate, StepWork, pairs_of
+from tests.engine_process import EngineProcess
+from tests.synthetic_gguf import SyntheticModel
+
+
+def test_both_terms_of_prefill_are_found_from_chunks_at_unlike_depths() -> None:
+    rate = PrefillRate(0.005)
+    for turn in range(400):
+        start, count = (turn * 700) % 30_000, 128 + 64 * (turn % 5)
+        rate.note(count, pairs_of(start, count), 1e-3 * count + 1e-8 * pairs_of(start, count))
+    assert rate.token_s == pytest.approx(1e-3, rel=0.05)
+    assert rate.pair_s == pytest.approx(1e-8, rel=0.05)
+    assert pairs_of(0, 100) + pairs_of(100, 50) == 150.0**2
+
+
+def test_chunks_that_all_begin_alike_give_one_term() -> None:
+    rate = PrefillRate(0.005)
+    for _ in range(400):
+        rate.note(256, pairs_of(0, 256), 0.256)
+    assert rate.seconds(256, pairs_of(0, 256)) == pytest.approx(0.256, rel=0.05)
+
+
+def test_steps_are_told_by_streams_without_what_lies_in_the_cache() -> None:
+    rate = StepRate()
+    for turn in range(300):
+        resident_tokens = (turn * 977) % 40_000
+        for streams in (1, 4):
+            rate.note(streams, resident_tokens, 0.01 + 0.002 * streams + 1e-7 * resident_tokens)
+    assert rate.resident_token_s == pytest.approx(1e-7, rel=0.3)
+    (one, one_s), (four, four_s) = rate.steps()
+    assert (one, four) == (1, 4)
+    assert four_s - one_s == pytest.approx(0.006, rel=0.3)
+
+
+def test_a_step_that_was_held_up_tells_nothing_unless_it_goes_on_like_that() -> None:
+    rates = Rates(0.001, 0.01)
+    work = StepWork(0, 0.0, 1, 0)
+    rates.stepped(work, 100, 0.0, 5.0)
+    assert rates.decode.steps() == [(1, 0.01)]
+    for _ in range(20):
+        rates.stepped(work, 100, 0.0, 5.0)
+    assert rates.decode.steps()[0][1] > 1.0
+
+
+def test_an_engine_tells_its_rates_and_forgets_a_session(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    def post(path: str, body: object, **headers: str) -> dict[str, object]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(engine.base_url + path, json.dumps(body).encode(), named)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            values: dict[str, object] = json.load(answer)
+            return values
+
+    with EngineProcess(tmp_path, tiny_model("llama").path, slots=2) as engine:
+        fresh = EngineRates.from_dict(engine.get("/rates"))
+        assert fresh.prefill_token_s > 0
+        assert fresh.steps[0][0] == 1
+        assert (fresh.free_slots, fresh.sessions, fresh.idle_tokens) == (2, {}, 0)
+        chat = {"messages": [{"role": "user", "content": "Tell me of rivers. " * 10}], "max_tokens": 8}
+        post("/v1/chat/completions", chat, X_Hydra_Session="s")
+        told = EngineRates.from_dict(engine.get("/rates"))
+        assert told.sessions["s"] > 50
+        assert told.request_s > 0
+        assert post("/sessions/forget", {"session": "s"})["n_erased"] == told.sessions["s"]
+        assert EngineRates.from_dict(engine.get("/rates")).sessions == {}
+        # Of a request's time the site may have spent nearly all.
+        with pytest.raises(urllib.error.HTTPError, match="504"):
+            post("/v1/chat/completions", {**chat, "max_tokens": 500}, X_Hydra_Budget_S="0.001")
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            post("/sessions/forget", {"session": ""})
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"steps": []}, {"steps": [[2, 0.1], [1, 0.1]]}, {"prefill_token_s": "nan"}, {"slots": None}, {"sessions": 3}],
+)
+def test_what_cannot_be_rates_is_refused(broken: dict[str, object]) -> None:
+    values: dict[str, object] = dict.fromkeys(EngineRates.__dataclass_fields__, 1)
+    values |= {"pending_tokens": [], "steps": [[1, 0.1]], "sessions": {}, "model": "m", "kv_group": ""}
+    assert EngineRates.from_dict(values).slots == 1
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+        EngineRates.from_dict(values | broken)

@@ -1,0 +1,233 @@
+"""A generation that moves while it runs: the same text as of one that stayed, and a source that loses nothing before the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engines.errors import SlotBusy, StateError, StateInvalid
+from engines.runtime import state_follow
+from engines.runtime.constraint import ConstraintCompiler
+from engines.runtime.core import EngineCore
+from engines.runtime.generation import Generation as Work
+from engines.runtime.generation import Mailbox
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.sampler import SamplingParams
+from engines.runtime.state_adopt import Adopting, adopting
+from engines.runtime.state_desk import StateDesk
+from engines.runtime.state_export import ExportedPiece
+from engines.runtime.state_follow import Leaving
+from engines.runtime.state_forms import checksum_of
+from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_transfer import Delivery
+from tests.engines.runtime.test_core import finished, generation, prompt_of, run
+from tests.engines.runtime.test_state_desk import desk_of
+from tests.synthetic_gguf import SyntheticModel
+
+SAMPLED = SamplingParams(temperature=1.2, top_k=30, seed=77, repeat_penalty=1.3, repeat_last_n=32)
+COUNT = 450
+SETTINGS: dict[str, Any] = {"slots": 2, "context_tokens": 1024}
+FENCE = 7
+GREEDY = SamplingParams(temperature=0)
+
+
+def endless(core: EngineCore, model: SyntheticModel, params: SamplingParams = GREEDY, **fields: Any) -> Work:
+    """Long enough not to end before it was moved."""
+    bias = tuple((token, float("-inf")) for token in core.loaded.vocabulary.end_tokens)
+    return generation(
+        prompt_of(model, 100), COUNT, params=replace(params, logit_bias=bias), reuse_prefix=False, **fields
+    )
+
+
+async def left_alone(core: EngineCore, model: SyntheticModel, params: SamplingParams = GREEDY, **fields: Any) -> Any:
+    """The generation that nobody moves, and its whole text."""
+    work = endless(core, model, params, **fields)
+    core.submit(work)
+    return work, (await finished(work)).text
+
+
+def delivery_of(exported: ExportedPiece) -> Delivery:
+    """As if it had come over a wire."""
+    data = exported.data.copy()
+    exported.buffer.free()
+    return Delivery(exported.piece, data, lambda: None, exported.proof, checksum_of)
+
+
+async def begun(core: EngineCore, work: Work, tokens: int) -> str:
+    """Submits it and waits until it has so many tokens; the text so far."""
+    core.submit(work)
+    return await text_until(work, tokens)
+
+
+async def text_until(work: Work, tokens: int) -> str:
+    text = ""
+    async with asyncio.timeout(60):
+        while len(work.tokens) < tokens:
+            text += "".join(piece.text for piece in await work.mailbox.take(10))
+    return text
+
+
+async def followed(leaving: Leaving, arriving: Adopting, work: Work) -> int:
+    """Moves what is finished by now; the blocks that did."""
+    count = 0
+    async for exported in leaving.finished_blocks():
+        piece = exported.piece
+        await arriving.take(work.tokens[piece.start : piece.end], delivery_of(exported))
+        count += 1
+    return count
+
+
+async def rest_of(leaving: Leaving, arriving: Adopting, manifest: Manifest) -> None:
+    wanted = await arriving.complete(manifest)
+    async for exported in leaving.rest():
+        assert exported.piece == wanted.pop(0)
+        await arriving.rest(delivery_of(exported))
+    assert not wanted
+
+
+@pytest.mark.parametrize(
+    ("architecture", "params", "drafts"),
+    [
+        ("llama", SAMPLED, False),
+        ("gemma3", SamplingParams(temperature=0), False),
+        ("qwen35", SAMPLED, False),
+        ("qwen35moe", SamplingParams(temperature=0), True),
+    ],
+)
+async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
+    tiny_model: Callable[..., SyntheticModel], architecture: str, params: SamplingParams, drafts: bool
+) -> None:
+    model = tiny_model(architecture, **({"nextn": True, "tie_free": True} if drafts else {}))
+    settings = SETTINGS | ({"speculation": "mtp", "draft_tokens": 3} if drafts else {})
+    fields: dict[str, Any] = {"draft_min": 3} if drafts else {}
+    async with desk_of(model, **settings) as (home, desk), desk_of(model, **settings) as (away, other):
+        alone, whole = await left_alone(home, model, params, **fields)
+        work = endless(home, model, params, session="s", tenant="ab", **fields)
+        terms, theirs = await desk.terms(), await other.terms()
+        text = await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
+            assert await followed(leaving, arriving, work) >= 1
+            text += await text_until(work, 135)
+            await followed(leaving, arriving, work)
+            manifest = Manifest.from_json((await leaving.stop()).to_json())
+            text += "".join(piece.text for piece in await work.mailbox.take(0.01))
+            await rest_of(leaving, arriving, manifest)
+            compiler = ConstraintCompiler(away.loaded.vocabulary)
+            moved = await arriving.go_on(manifest, compiler, Mailbox(), time.monotonic() + 60)
+            await leaving.commit(FENCE)
+        last = (await work.mailbox.take(10))[-1]
+        assert last.finish_reason == "moved"
+        rest = await finished(moved)
+        assert moved.tokens == alone.tokens
+        assert text + rest.text == whole
+        assert rest.stats is not None
+        assert (rest.stats.completion_tokens, rest.stats.prompt_tokens) == (COUNT, 100)
+        assert (moved.session, moved.tenant) == ("s", "ab")
+        assert all(slot.idle for slot in (*home.cache.slots, *away.cache.slots))
+        assert away.metrics.preemptions._value.get() == 0
+        if drafts:
+            assert moved.accepted_tokens == moved.drafted_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("architecture", "until"), [("llama", "stop"), ("llama", "rest"), ("qwen35", "blocks"), ("qwen35", "taken")]
+)
+async def test_whatever_fails_before_the_commit_leaves_the_source_running(
+    tiny_model: Callable[..., SyntheticModel], architecture: str, until: str
+) -> None:
+    model = tiny_model(architecture)
+    async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
+        alone, _ = await left_alone(home, model)
+        work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        await begun(home, work, 110)
+        with pytest.raises(ConnectionError):
+            async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
+                await followed(leaving, arriving, work)
+                if until != "blocks":
+                    manifest = await leaving.stop()
+                if until in ("rest", "taken"):
+                    await rest_of(leaving, arriving, manifest)
+                if until == "taken":
+                    with pytest.raises(StateError, match="granted as number 7"):
+                        await leaving.commit(FENCE + 1)
+                raise ConnectionError
+        assert (await finished(work)).finish_reason == "length"
+        assert work.tokens == alone.tokens
+        assert not len(away.cache.slots[0].sequence)
+        assert (await run(away, prompt_of(model, 30), 4)).new_tokens == 4
+
+
+async def test_a_stop_does_not_last_and_a_late_commit_is_refused(
+    tiny_model: Callable[..., SyntheticModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_follow, "STOP_LIMIT_S", 0.05)
+    model = tiny_model("llama")
+    async with desk_of(model, **SETTINGS) as (home, desk):
+        alone, _ = await left_alone(home, model)
+        work, terms = endless(home, model), await desk.terms()
+        await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving:
+            await leaving.stop()
+            assert (await finished(work)).finish_reason == "length"
+            with pytest.raises(StateError, match="goes on here again"):
+                await leaving.commit(FENCE)
+            with pytest.raises(SlotBusy):
+                await leaving.stop()
+        assert work.tokens == alone.tokens
+
+
+async def test_a_cancel_or_an_end_of_the_engine_meanwhile_reaches_whoever_waits(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model, **SETTINGS) as (home, desk):
+        for ends in ("cancel", "stop"):
+            work, terms = endless(home, model), await desk.terms()
+            await begun(home, work, 110)
+            async with Leaving(home, terms, work, FENCE) as leaving:
+                await leaving.stop()
+                if ends == "cancel":
+                    home.cancel(work)
+                else:
+                    home.stop()
+                    await asyncio.to_thread(home.join, 10)
+            if ends == "stop":
+                assert (await finished(work)).error is not None
+            else:
+                await idle(home)
+
+
+async def idle(core: EngineCore) -> None:
+    async with asyncio.timeout(20):
+        while not all(slot.idle for slot in core.cache.slots):
+            await core.perform(nothing)
+
+
+def nothing(_cache: PrefixCache) -> Generator[None, None, None]:
+    yield from ()
+
+
+async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[..., SyntheticModel]) -> None:
+    model = tiny_model("llama")
+
+    async def attempt(desk: StateDesk, home: EngineCore, other: StateDesk, away: EngineCore, *, wrong: bool) -> None:
+        work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
+            async for exported in leaving.finished_blocks():
+                tokens = work.tokens[exported.piece.start : exported.piece.end]
+                await arriving.take(tokens[::-1] if wrong else tokens, delivery_of(exported))
+            manifest = await leaving.stop()
+            with pytest.raises(StateInvalid, match=r"not those that|did not come in"):
+                await arriving.complete(manifest)
+                await arriving.go_on(manifest, ConstraintCompiler(away.loaded.vocabulary), Mailbox(), 0)
+
+    async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
+        for wrong in (True, False):
+            await attempt(desk, home, other, away, wrong=wrong)
+        assert not len(away.cache.slots[0].sequence)

@@ -1,0 +1,82 @@
+"""The sessions pages: for users only, each their own, and with what can be done to a conversation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.contrib.auth.models import User
+from django.db import connections
+from django.test import AsyncClient
+
+from engines.client import close_client_session
+from pools.db import in_db
+from sessions import services
+from sessions.choices import ChatSource
+from sessions.identity import Identity
+from sessions.services import TurnEnd, TurnStart
+from tests.panel.page import SmallPool
+
+pytestmark = pytest.mark.django_db(transaction=True)
+EXPLANATION = {
+    "why": "it costs least",
+    "chosen": {"engine": "cpu-0"},
+    "candidates": [
+        {"engine": "cpu-0", "mode": "solo", "cost_s": 0.5, "cached_tokens": 7, "terms": {"prefill_s": 0.2, "decode_s": 0.3}}
+    ],
+    "refusals": [{"engine": "cpu-9", "mode": "solo", "reason": "it is not ready", "detail": "failed"}],
+}  # fmt: skip
+
+
+def a_session(user_id: int, engine_id: int, title: str) -> str:
+    identity = Identity.for_user(user_id, title)
+    start = TurnStart(
+        uuid.uuid4(), identity, ChatSource.PLAYGROUND, title, "tiny", engine_id, explanation=EXPLANATION,
+        predicted_first_token_s=0.25,
+    )  # fmt: skip
+    turn = services.begin_turn(start)
+    services.end_turn(turn, TurnEnd("done", engine_id, 1.0, prompt_tokens=9, first_token_s=0.3))
+    return identity.key_hash
+
+
+@pytest.fixture
+async def browser(transactional_db: None) -> AsyncIterator[AsyncClient]:
+    """Pages are answered on a thread of Django's, whose connection nobody else would close."""
+    yield AsyncClient()
+    await sync_to_async(connections.close_all)()
+    await close_client_session()
+
+
+async def test_people_see_their_own_sessions_and_staff_sees_all(
+    admin: User, small_pool: SmallPool, browser: AsyncClient
+) -> None:
+    bob = await in_db(User.objects.create_user, "bob", password="a password of the tests")
+    his = await in_db(a_session, bob.pk, small_pool.engine.pk, "About rivers")
+    hers = await in_db(a_session, admin.pk, small_pool.engine.pk, "About stones")
+    client = browser
+    assert (await client.get("/sessions/")).headers["Location"] == "/login/?next=/sessions/"
+    await client.aforce_login(bob)
+    listed = (await client.get("/sessions/")).content.decode()
+    assert his in listed
+    assert hers not in listed
+    assert (await client.get(f"/sessions/{hers}/")).status_code == 404
+    assert (await client.post(f"/sessions/{hers}/delete/")).status_code == 404
+    shown = (await client.get(f"/sessions/{his}/")).content.decode()
+    for text in ("About rivers", "it costs least", "prefill 0.200 + decode 0.300", "it is not ready", "0.250"):
+        assert text in shown
+    assert (await client.post(f"/sessions/{his}/nonsense/")).status_code == 404
+    deleted = await client.post(f"/sessions/{his}/delete/")
+    assert deleted.headers["Location"] == "/sessions/"
+    assert (await client.get(f"/sessions/{his}/")).status_code == 404
+    await client.aforce_login(admin)
+    assert hers in (await client.get("/sessions/")).content.decode()
+
+
+async def test_an_empty_page_teaches(admin: User, browser: AsyncClient) -> None:
+    client = browser
+    await client.aforce_login(admin)
+    text = (await client.get("/sessions/")).content.decode()
+    assert "No session yet" in text
+    assert 'name="viewport"' in text

@@ -1,0 +1,255 @@
+"""Where requests go: the cheapest engine that can, the same each time, and with reasons that add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pools.router import MOVE_GAIN_S, route
+from pools.router_cost import solo
+from pools.router_plan import Reason, Terms, Why
+from pools.router_views import (
+    CombinedView,
+    DecodeRates,
+    EngineView,
+    LinkView,
+    PoolView,
+    PrefillFit,
+    RequestView,
+    Sent,
+    SnapshotView,
+)
+
+MODEL = "m"
+TOKENS = st.integers(1, 60_000)
+
+
+def engine(engine_id: int = 1, speed: float = 1.0, **fields: object) -> EngineView:
+    """An engine of some card; `speed` 2 is twice as fast."""
+    values = {
+        "prefill": PrefillFit(1e-3 / speed, 1e-9 / speed),
+        "decode": DecodeRates(((1, 0.02 / speed), (8, 0.04 / speed)), 1e-8),
+        "slots": 4,
+        "free_slots": 4,
+        "context_tokens": 131_072,
+        "cells": 400_000,
+        "kv_group": "q4",
+        "resumes": True,
+        **fields,
+    }
+    return EngineView(engine_id, f"e{engine_id}", f"h{engine_id}", MODEL, **values)  # type: ignore[arg-type]
+
+
+def request(prompt_tokens: int = 4_000, output_tokens: int = 200, **fields: object) -> RequestView:
+    return RequestView(MODEL, prompt_tokens, output_tokens, **fields)  # type: ignore[arg-type]
+
+
+engines = st.builds(
+    engine,
+    st.integers(1, 12),
+    st.floats(0.05, 20),
+    free_slots=st.integers(0, 4),
+    decoding=st.integers(0, 4),
+    resident_tokens=st.integers(0, 200_000),
+    pending_tokens=st.lists(st.integers(1, 50_000), max_size=4).map(tuple),
+    queue_length=st.integers(0, 80),
+    request_s=st.floats(0, 60),
+    load_s=st.sampled_from((0.0, 0.0, 30.0)),
+    state=st.sampled_from(("ready", "ready", "ready", "unhealthy")),
+    chunk_s=st.sampled_from((0.0, 0.4)),
+    idle_tokens=st.integers(0, 40_000),
+    idle_s=st.floats(0, 4_000),
+    context_tokens=st.sampled_from((4_096, 131_072)),
+    cells=st.sampled_from((2_048, 400_000)),
+    features=st.sampled_from((frozenset({"text"}), frozenset({"text", "vision"}))),
+    tenants=st.sampled_from((None, frozenset({"ann"}))),
+    streams_kv=st.booleans(),
+)
+requests = st.builds(
+    request,
+    TOKENS,
+    st.integers(1, 4_000),
+    session=st.sampled_from(("", "s")),
+    tenant=st.sampled_from(("", "ann")),
+    home=st.one_of(st.none(), st.integers(1, 12)),
+    needs=st.sampled_from((frozenset(), frozenset({"vision"}))),
+    allowed_models=st.sampled_from((None, frozenset({MODEL}), frozenset({"other"}))),
+    background=st.booleans(),
+    force_mode=st.sampled_from((None, None, None, "solo", "pd", "combined")),
+)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> PoolView:
+    found = {one.engine_id: one for one in draw(st.lists(engines, max_size=8))}
+    hosts = sorted({one.host for one in found.values()})
+    links = {(a, b): LinkView(1e9, 1e-4) for a in hosts for b in hosts if draw(st.booleans())}
+    held = {"s": {one: draw(TOKENS) for one in found if draw(st.booleans())}}
+    snapshots = {"s": tuple(SnapshotView(host, "q4", draw(TOKENS), draw(TOKENS) * 10_000, host) for host in hosts)}
+    sent = {one: Sent(draw(st.integers(0, 4)), draw(TOKENS)) for one in found if draw(st.booleans())}
+    return PoolView(tuple(found.values()), held=held, snapshots=snapshots, links=links, sent=sent)
+
+
+def refused_everywhere(asked: RequestView, one: EngineView) -> bool:
+    """The rules of feasibility, said a second time."""
+    return (
+        one.model != asked.model
+        or (asked.allowed_models is not None and one.model not in asked.allowed_models)
+        or (one.state != "ready" and not one.load_s)
+        or (one.tenants is not None and asked.tenant not in one.tenants)
+        or not asked.needs <= one.features
+        or asked.prompt_tokens >= one.context_tokens
+        or min(asked.prompt_tokens + asked.output_tokens, one.context_tokens) > one.cells
+        or one.queue_length >= one.queue_limit + one.free_slots
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests, pools())
+def test_who_cannot_is_never_chosen_and_whoever_is_left_out_has_a_reason(asked: RequestView, pool: PoolView) -> None:
+    routed = route(asked, pool)
+    by_id = {one.engine_id: one for one in pool.engines}
+    for candidate in routed.explanation.candidates:
+        assert not refused_everywhere(asked, by_id[candidate.engine_id])
+        assert not refused_everywhere(asked, by_id[candidate.prefill_engine_id])
+    if asked.force_mode is None:
+        named = {candidate.engine for candidate in routed.explanation.candidates if candidate.mode == "solo"}
+        named |= {refusal.engine for refusal in routed.explanation.refusals if refusal.mode == "solo"}
+        assert named == {one.name for one in pool.engines}
+    assert (routed.plan is None) == (not routed.explanation.candidates)
+
+
+@settings(max_examples=200, deadline=None)
+@given(requests, pools())
+def test_the_terms_add_up_to_the_cost_and_no_other_candidate_is_clearly_cheaper(
+    asked: RequestView, pool: PoolView
+) -> None:
+    explanation = route(asked, pool).explanation
+    for candidate in explanation.candidates:
+        terms = [getattr(candidate.terms, name) for name in Terms.__slots__]
+        assert candidate.cost_s == sum(terms)
+        assert min(terms) >= 0
+        assert 0 <= candidate.held_tokens <= candidate.cached_tokens < max(1, asked.prompt_tokens)
+    if explanation.chosen is not None and explanation.why is not Why.STAYS:
+        assert explanation.chosen.cost_s == min(candidate.cost_s for candidate in explanation.candidates)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, pools(), st.randoms())
+def test_the_same_question_has_the_same_answer_in_whatever_order_engines_are_listed(
+    asked: RequestView, pool: PoolView, random: object
+) -> None:
+    shuffled = list(pool.engines)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    first, second = route(asked, pool), route(asked, replace(pool, engines=tuple(shuffled)))
+    assert first.plan == second.plan
+    assert first == route(asked, pool)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests, pools(), st.floats(1.2, 30))
+def test_of_two_equal_engines_the_faster_is_cheaper(asked: RequestView, pool: PoolView, faster: float) -> None:
+    asked = replace(asked, home=None, force_mode=None, needs=frozenset(), allowed_models=None)
+    slow, fast = engine(1), engine(2, speed=faster)
+    routed = route(asked, PoolView((slow, fast)))
+    assert routed.plan is not None
+    assert routed.plan.engine_id == 2
+
+
+def test_a_session_stays_where_it_is_warm_although_another_engine_is_faster() -> None:
+    pool = PoolView((engine(1), engine(2, speed=1.1)), held={"s": {1: 3_900}})
+    routed = route(request(session="s", home=1), pool)
+    assert (routed.explanation.chosen.engine_id, routed.explanation.why) == (1, Why.WARM)  # type: ignore[union-attr]
+
+
+def test_a_warm_session_moves_for_a_clear_gain_only() -> None:
+    busy = engine(1, free_slots=0, queue_length=1, request_s=0.0)
+    pool = PoolView((busy, engine(2)), held={"s": {1: 3_999, 2: 3_999}})
+    slightly = replace(pool, engines=(replace(busy, request_s=MOVE_GAIN_S), pool.engines[1]))
+    routed = route(request(session="s", home=1), slightly)
+    assert (routed.plan.engine_id, routed.explanation.why) == (1, Why.STAYS)  # type: ignore[union-attr]
+    clearly = replace(pool, engines=(replace(busy, request_s=60.0), pool.engines[1]))
+    routed = route(request(session="s", home=1), clearly)
+    assert (routed.plan.engine_id, routed.explanation.why) == (2, Why.CHEAPEST)  # type: ignore[union-attr]
+
+
+def test_a_snapshot_is_read_where_that_is_faster_than_computing() -> None:
+    snapshot = SnapshotView("h9", "q4", 3_900, 40_000_000, "10.0.0.9:9500")
+    fast_link = PoolView((engine(1),), snapshots={"s": (snapshot,)}, links={("h9", "h1"): LinkView(1e9)})
+    plan = route(request(session="s"), fast_link).plan
+    assert plan is not None
+    assert (plan.resume_from, plan.cached_tokens) == ("10.0.0.9:9500", 3_900)
+    slow_link = replace(fast_link, links={("h9", "h1"): LinkView(1e6)})
+    assert route(request(session="s"), slow_link).plan.resume_from == ""  # type: ignore[union-attr]
+    other_weights = replace(fast_link, snapshots={"s": (replace(snapshot, kv_group="q3"),)})
+    assert route(request(session="s"), other_weights).plan.cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_a_shared_beginning_draws_a_new_session_to_the_engine_that_has_it() -> None:
+    pool = PoolView((engine(1), engine(2, speed=1.05)), prefixes={"system": {1: 3_500}})
+    assert route(request(prefix_keys=("whole", "system")), pool).plan.engine_id == 1  # type: ignore[union-attr]
+
+
+def test_a_background_request_keeps_off_conversations() -> None:
+    full = engine(1, speed=1.5, idle_tokens=2_000, idle_s=1.0)
+    pool = PoolView((full, engine(2)))
+    assert route(request(2_000, 20), PoolView((replace(full, idle_tokens=0), engine(2)))).plan.engine_id == 1  # type: ignore[union-attr]
+    assert route(request(2_000, 20, background=True), pool).plan.engine_id == 2  # type: ignore[union-attr]
+
+
+def test_prefill_and_decode_split_where_one_computes_and_the_other_talks_faster() -> None:
+    first = engine(1, streams_kv=True, prefill=PrefillFit(1e-4), decode=DecodeRates(((1, 0.2),)))
+    second = engine(2, streams_kv=True, prefill=PrefillFit(1e-2), decode=DecodeRates(((1, 0.01),)))
+    pool = PoolView((first, second), links={("h1", "h2"): LinkView(1e9), ("h2", "h1"): LinkView(1e9)})
+    plan = route(request(20_000, 500), pool).plan
+    assert plan is not None
+    assert (plan.mode, plan.prefill_engine_id, plan.engine_id) == ("pd", 1, 2)
+    assert route(request(20_000, 500), replace(pool, links={})).plan.mode == "solo"  # type: ignore[union-attr]
+    reasons = {refusal.reason for refusal in route(request(20_000, 500), replace(pool, links={})).explanation.refusals}
+    assert reasons == {Reason.LINK}
+    other = replace(pool, engines=(replace(first, kv_group="q3"), second))
+    assert {refusal.reason for refusal in route(request(20_000, 500), other).explanation.refusals} == {Reason.GROUP}
+
+
+def test_a_combined_pair_is_weighed_like_an_engine_and_left_out_when_its_peer_is_gone() -> None:
+    pair = CombinedView(engine(3, speed=1.8), peer_engine_id=2)
+    pool = PoolView((engine(1),), combined=(pair,))
+    assert route(request(), pool).plan.mode == "combined"  # type: ignore[union-attr]
+    lost = replace(pool, combined=(replace(pair, peer_reachable=False),))
+    routed = route(request(), lost)
+    assert routed.plan.mode == "solo"  # type: ignore[union-attr]
+    assert [refusal.reason for refusal in routed.explanation.refusals] == [Reason.PEER]
+
+
+def test_an_operator_may_force_an_engine_or_a_form() -> None:
+    pool = PoolView((engine(1), engine(2, speed=9)))
+    assert route(request(force_engine=1), pool).plan.engine_id == 1  # type: ignore[union-attr]
+    assert route(request(force_engine=7), pool).plan is None
+    assert {r.reason for r in route(request(force_mode="combined"), pool).explanation.refusals} == {Reason.MODE}
+
+
+def test_what_was_sent_since_the_last_measurement_counts_as_work() -> None:
+    pool = PoolView((engine(1), engine(2)), sent={1: Sent(3, 12_000)})
+    assert route(request(), pool).plan.engine_id == 2  # type: ignore[union-attr]
+
+
+def test_rates_are_read_between_their_measurements() -> None:
+    rates = DecodeRates(((1, 0.01), (8, 0.024)), 1e-6)
+    assert rates.step_s(1, 0) == 0.01
+    assert abs(rates.step_s(4, 1_000) - (0.01 + 3 * 0.002 + 0.001)) < 1e-12
+    assert abs(rates.step_s(16, 0) - 0.04) < 1e-12
+    assert DecodeRates(((1, 0.01),)).step_s(9, 0) == 0.01
+    fit = PrefillFit(1e-3, 1e-7)
+    assert abs(fit.seconds(0, 1_000) - (1.0 + 0.1)) < 1e-12
+    assert abs(fit.seconds(400, 1_000) - (fit.seconds(0, 1_000) - fit.seconds(0, 400))) < 1e-12
+    assert fit.seconds(1_000, 1_000) == 0.0
+
+
+def test_an_explanation_is_json_with_every_term() -> None:
+    pool = PoolView((engine(1), engine(2, state="failed")))
+    values = route(request(), pool).explanation.to_dict()
+    assert set(values["chosen"]["terms"]) == set(Terms.__slots__)
+    assert values["refusals"] == [{"mode": "solo", "engine": "e2", "reason": "it is not ready", "detail": "failed"}]
+    assert solo(request(), pool.engines[0], pool).cost_s > 0

@@ -1,0 +1,194 @@
+"""Conversations over real engines of unlike speed: they stay where they are warm, and go on elsewhere when that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+
+from engines.client import close_client_session
+from pools.db import in_db
+from sessions import leases, services
+from sessions.relay import lease_desk
+from sessions.turn import wait_for_writes
+from tests.engines.runtime.test_parking_http import post
+from tests.sessions.local_client import LocalClient
+from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pool
+from tests.synthetic_gguf import SyntheticModel
+
+pytestmark = pytest.mark.django_db(transaction=True)
+PATIENCE_S = 30.0
+USAGE = "prompt_tokens_details"
+
+
+@pytest.fixture
+async def start(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, settings: Any
+) -> AsyncIterator[Callable[..., Any]]:
+    """`await start(architecture, engines)`: the pool, its rows written."""
+    settings.ALLOWED_HOSTS = ["localhost"]
+    running: list[Any] = []
+
+    async def make(architecture: str, count: int) -> RoutedPool:
+        model = tiny_model(architecture, layers=12 if architecture == "llama" else 4)
+        context = routed_pool(model, tmp_path, count)
+        running.append(context)
+        pool = await asyncio.to_thread(context.__enter__)
+        await in_db(pool.write_rows, model, tmp_path)
+        # Each engine has measured itself at the same work: a busy machine must not make one of them look slower.
+        for name in pool.engines:
+            await Conversation(LocalClient(), {"X-Hydra-Force-Engine": name, "X-Session-Id": name}).say(
+                f"Hello {name}."
+            )
+        return pool
+
+    yield make
+    await wait_for_writes(PATIENCE_S)
+    await lease_desk().settled()
+    await close_client_session()
+    for context in running:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await asyncio.to_thread(true):  # noqa: ASYNC110 -- another process tells nobody
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_a_conversation_stays_warm_and_outlives_its_engine(start: Any, architecture: str) -> None:
+    pool = await start(architecture, 2)
+    talk = Conversation(LocalClient(), {"X-Session-Id": "river"})
+    before = 0
+    for turn in range(4):
+        headers, usage = await talk.say(f"Question number {turn} about the river.")
+        home = headers["X-Hydra-Engine"] if turn == 0 else home  # noqa: F821
+        assert (headers["X-Hydra-Engine"], headers["X-Hydra-Route"], headers["X-Hydra-Node"]) == (home, "solo", "here")
+        # All but the end of the last prompt was there already.
+        assert usage[USAGE]["cached_tokens"] >= 0.9 * before
+        before = usage["prompt_tokens"]
+    session = headers["X-Hydra-Session"]
+    await until(lambda: pool.saved_tokens(session) >= before - 64)
+    pool.engines[home].process.kill()
+    other = next(name for name in pool.engines if name != home)
+    for turn in range(4, 6):
+        headers, usage = await talk.say(f"Question number {turn} about the river.")
+        assert headers["X-Hydra-Engine"] == other
+        assert usage[USAGE]["cached_tokens"] >= 0.9 * before, (usage, before)
+        before = usage["prompt_tokens"]
+        # The same words as of an engine that computes all of it.
+        body = {"messages": talk.messages[:-1], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        status, cold = await asyncio.to_thread(
+            post, pool.engines[other], "/v1/chat/completions", {**body, "cache_prompt": False}
+        )
+        assert status == 200
+        assert cold["choices"][0]["message"]["content"] == talk.messages[-1]["content"]
+    await wait_for_writes(PATIENCE_S)
+    await lease_desk().settled()
+    assert await in_db(leases.live) == {}
+    turns = await in_db(services.turn_views, None, 6)
+    assert turns[-1].explanation["candidates"][0]["terms"].keys() >= {"queue_s", "prefill_s", "decode_s"}  # type: ignore[index]
+    assert turns[2].explanation["why"] == "its engine still holds the session"  # type: ignore[index]
+
+
+async def test_a_key_cannot_touch_the_session_of_another(start: Any) -> None:
+    pool = await start("llama", 2)
+    ann, bob = [(await in_db(services.create_key, name))[1] for name in ("ann", "bob")]
+    as_ann, as_bob = ({"Authorization": f"Bearer {key}"} for key in (ann, bob))
+    client = LocalClient()
+    hers = Conversation(client, {**as_ann, "X-Session-Id": "same"})
+    await hers.say("My secret is a blue stone.")
+    headers, usage = await hers.say("What is it?")
+    assert usage[USAGE]["cached_tokens"] > 0
+    session = headers["X-Hydra-Session"]
+    # The same name, the same words, the headers that only the site may send.
+    forged = {"X-Hydra-Session": session, "X-Hydra-Tenant": "00", "X-Hydra-Resume-From": "127.0.0.1:1"}
+    his = Conversation(client, {**as_bob, **forged, "X-Session-Id": "same"}, list(hers.messages[:1]))
+    his_headers, his_usage = await his.say("My secret is a blue stone.")
+    assert his_headers["X-Hydra-Session"] != session
+    assert his_usage[USAGE]["cached_tokens"] == 0
+    for path in (f"/v1/sessions/{session}", "/v1/sessions"):
+        seen = await client.get(path, headers=as_bob)
+        assert session not in seen.content.decode()
+    refused = [await client.get(f"/v1/sessions/{session}", headers=as_bob)]
+    refused.append(await client.delete(f"/v1/sessions/{session}", headers=as_bob))
+    for act in ("park", "resume", "migrate"):
+        refused.append(
+            await client.post(
+                f"/v1/sessions/{session}/{act}",
+                json.dumps({"engine": "cpu-1"}),
+                content_type="application/json",
+                headers=as_bob,
+            )
+        )
+    assert [answer.status_code for answer in refused] == [404] * 5
+    assert (await client.get(f"/v1/sessions/{session}", headers=as_ann)).json()["state"] == "warm"
+    assert pool.store is not None
+
+
+async def test_a_session_is_parked_moved_and_deleted(start: Any) -> None:
+    pool = await start("llama", 2)
+    client = LocalClient()
+    talk = Conversation(client, {"X-Session-Id": "stone"})
+    await talk.say("Tell me of a stone.")
+    headers, usage = await talk.say("Tell me more.")
+    session, home = headers["X-Hydra-Session"], headers["X-Hydra-Engine"]
+    other = next(name for name in pool.engines if name != home)
+
+    async def act(name: str, **body: str) -> Any:
+        path = f"/v1/sessions/{session}/{name}"
+        answer = await client.post(path, json.dumps(body), content_type="application/json")
+        assert answer.status_code == 200, answer.content
+        return answer.json()
+
+    shown = (await client.get(f"/v1/sessions/{session}")).json()
+    assert (shown["state"], shown["held"][0]["engine"], shown["turns"]) == ("warm", home, 2)
+    assert (await act("park"))["held"] == []
+    moved = await act("migrate", engine=other)
+    assert (moved["wanted_engine"], moved["state"]) == (other, moved["state"])
+    headers, again = await talk.say("And more.")
+    assert headers["X-Hydra-Engine"] == other
+    assert again[USAGE]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
+    await wait_for_writes(PATIENCE_S)
+    assert (await client.delete(f"/v1/sessions/{session}")).json()["deleted"]
+    assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
+    rates = [await asyncio.to_thread(engine.get, "/rates") for engine in pool.engines.values()]
+    assert all(session not in held["sessions"] for held in rates)
+
+
+@pytest.mark.soak
+async def test_ten_requests_tell_why_they_went_where_they_went(start: Any) -> None:
+    pool = await start("llama", 3)
+    client = LocalClient()
+    long_talk = Conversation(client, {"X-Session-Id": "long"})
+    short_talk = Conversation(client, {"X-Session-Id": "short"}, [])
+    for turn in range(4):
+        await long_talk.say(f"Question number {turn} about the river. " * 4)
+        await short_talk.say(f"Hello number {turn}.")
+    alone = [Conversation(client, {}, []), Conversation(client, {}, [])]
+    await asyncio.gather(*(talk.say(f"{number} " * 400, stream=False) for number, talk in enumerate(alone)))
+    await wait_for_writes(PATIENCE_S)
+    told = StringIO()
+    await in_db(call_command, "why", "--limit", "10", stdout=told)
+    print(told.getvalue())
+    turns = await in_db(services.turn_views, None, 10)
+    for turn in turns:
+        assert str(turn.request_id)[:8] in told.getvalue()
+        explanation = turn.explanation
+        assert explanation is not None
+        assert {candidate["engine"] for candidate in explanation["candidates"]} == set(pool.engines)
+        for candidate in explanation["candidates"]:
+            assert candidate["cost_s"] == pytest.approx(sum(candidate["terms"].values()), abs=1e-5)
+        assert explanation["chosen"]["engine"] == turn.engine_name
+        assert turn.first_token_s is None or turn.predicted_first_token_s is not None
+    # What was expected of the prompts' reuse is what then was found.
+    later = [turn for turn in turns if turn.explanation["chosen"]["held_tokens"]]  # type: ignore[index]
+    assert len(later) >= 4
+    assert all(turn.cached_tokens > 0 for turn in later)
