@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from hydra_site.pool_snapshot import to_wire
 from hydra_site.pool_watcher import watcher
+from sessions.identity import Owner
 from sessions.panel_socket import CLOSE_SILENT_PAGE, PanelSocket
 
 # A page answers every frame with "seen"; one that is silent for so long has gone or hangs.
@@ -25,8 +26,11 @@ class PoolConsumer(PanelSocket):
         super().__init__()
         self.sender: asyncio.Task[None] | None = None
         self.seen = asyncio.Event()
+        self.owner_scope: str | None = ""
 
     async def opened(self, user_id: int) -> None:
+        # As on the sessions pages: the staff sees all conversations, others their own.
+        self.owner_scope = None if self.scope["user"].is_staff else Owner(user_id=user_id).scope
         self.sender = asyncio.create_task(self._send_frames(), name="pool-page")
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
@@ -54,7 +58,9 @@ class PoolConsumer(PanelSocket):
                     "type": "pool",
                     "version": snapshot.version,
                     "taken_at": to_wire(snapshot.taken_at),
-                    "snapshot": to_wire(snapshot) if snapshot.version != version_sent else None,
+                    "snapshot": to_wire(snapshot.seen_by(self.owner_scope))
+                    if snapshot.version != version_sent
+                    else None,
                     "samples": to_wire(samples),
                 }
                 version_sent = snapshot.version

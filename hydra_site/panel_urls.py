@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from django.urls import path
 
-from hydra_site import session_pages, source, views
+from hydra_site import host_pages, session_pages, source, views
 
 urlpatterns = [
     path("", views.dashboard, name="dashboard"),
     path("playground/", views.playground, name="playground"),
+    path("hosts/<int:host_id>/duty/", host_pages.duty, name="host-duty"),
     path("sessions/", session_pages.sessions, name="sessions"),
     path("sessions/<str:key>/", session_pages.session, name="session"),
     path("sessions/<str:key>/<str:name>/", session_pages.act, name="session-act"),

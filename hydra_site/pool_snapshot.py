@@ -21,8 +21,9 @@ from engines.store_rows import StoreView, store_views
 from hydra_site.attention import Attention, host_warnings
 from pools import jobs
 from pools.db import in_db
+from pools.release import this_release
 from pools.services import HostView, host_views
-from sessions.services import ChatView, recent_sessions
+from sessions.services import ChatView, recent_sessions, session_details
 
 RECENT_SESSIONS = 12
 SLOT_POLL_TIMEOUT_S = 0.8
@@ -76,8 +77,20 @@ class Work:
 
 
 @dataclass(frozen=True)
+class SessionPage:
+    """Whose a conversation is, and under which key its page is found."""
+
+    id: int
+    key: str
+    scope: str
+
+
+@dataclass(frozen=True)
 class PoolSnapshot:
-    """The whole pool. `version` grows when anything but the time changed; `taken_at` is when it was last true."""
+    """The whole pool. `version` grows when anything but the time changed; `taken_at` is when it was last true.
+
+    `release` is this site's, which hosts are compared with.
+    """
 
     version: int
     taken_at: datetime
@@ -87,10 +100,21 @@ class PoolSnapshot:
     attention: tuple[Attention, ...]
     stores: tuple[StoreView, ...] = ()
     work: tuple[Work, ...] = ()
+    session_pages: tuple[SessionPage, ...] = ()
+    release: str = ""
 
     def same_content(self, other: PoolSnapshot) -> bool:
         """True if a page that shows `other` would look the same with this one."""
         return dataclasses.replace(self, version=other.version, taken_at=other.taken_at) == other
+
+    def seen_by(self, scope: str | None) -> PoolSnapshot:
+        """What the owner of these conversations may see: of others' neither title nor page. None sees all."""
+        if scope is None:
+            return self
+        pages = tuple(page for page in self.session_pages if page.scope == scope)
+        own = {page.id for page in pages}
+        chats = tuple(chat if chat.id in own else dataclasses.replace(chat, title="") for chat in self.sessions)
+        return dataclasses.replace(self, sessions=chats, session_pages=pages)
 
 
 async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sample]:
@@ -98,34 +122,56 @@ async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sa
 
     Raises django.db.Error when the database does not answer; an engine that does not answer only makes its cells stale.
     """
-    hosts, engines, sessions, stores, work = await in_db(_read_rows)
+    rows = await in_db(_read_rows)
     old_cards = {card.engine.id: card for card in previous.engines} if previous else {}
-    cards = await asyncio.gather(*(_engine_card(engine, old_cards.get(engine.id)) for engine in engines))
+    cards = await asyncio.gather(*(_engine_card(engine, old_cards.get(engine.id)) for engine in rows.engines))
     taken_at = datetime.now(UTC)
     snapshot = PoolSnapshot(
         version=previous.version + 1 if previous else 1,
         taken_at=taken_at,
-        hosts=hosts,
+        hosts=rows.hosts,
         engines=tuple(cards),
-        sessions=sessions,
-        attention=attention_of(hosts, engines, stores),
-        stores=stores,
-        work=work,
+        sessions=rows.sessions,
+        attention=attention_of(rows.hosts, rows.engines, rows.stores),
+        stores=rows.stores,
+        work=rows.work,
+        session_pages=rows.session_pages,
+        release=this_release().version,
     )
     if previous and snapshot.same_content(previous):
         snapshot = dataclasses.replace(snapshot, version=previous.version)
     return snapshot, sample_of(taken_at, cards)
 
 
-def _read_rows() -> tuple[
-    tuple[HostView, ...], tuple[EngineView, ...], tuple[ChatView, ...], tuple[StoreView, ...], tuple[Work, ...]
-]:
-    return host_views(), engine_views(), recent_sessions(RECENT_SESSIONS), store_views(), _work()
+@dataclass(frozen=True)
+class _Rows:
+    hosts: tuple[HostView, ...]
+    engines: tuple[EngineView, ...]
+    sessions: tuple[ChatView, ...]
+    stores: tuple[StoreView, ...]
+    work: tuple[Work, ...]
+    session_pages: tuple[SessionPage, ...]
+
+
+def _read_rows() -> _Rows:
+    return _Rows(
+        hosts=host_views(),
+        engines=engine_views(),
+        sessions=recent_sessions(RECENT_SESSIONS),
+        stores=store_views(),
+        work=_work(),
+        session_pages=tuple(
+            SessionPage(detail.id, detail.key_hash, detail.scope)
+            for detail in session_details(None, None, RECENT_SESSIONS)
+        ),
+    )
 
 
 def _work() -> tuple[Work, ...]:
+    """What runs before what waits."""
     fields = [field.name for field in dataclasses.fields(Work)]
-    return tuple(Work(**{name: getattr(job, name) for name in fields}) for job in jobs.job_views(only_open=True))
+    found = [Work(**{name: getattr(job, name) for name in fields}) for job in jobs.job_views(only_open=True)]
+    return tuple(sorted(found, key=lambda work: work.state != "running"))
 
 
 async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard:
@@ -206,8 +252,8 @@ def attention_of(
     return (*found, *(one for host in hosts if host.id not in lost for one in host_warnings(host)))
 
 
-# Where an engine listens is nobody's business in a browser.
-_PRIVATE_FIELDS = frozenset({"base_url", "secret", "address"})
+# Where an engine listens, and which owners there are, is nobody's business in a browser.
+_PRIVATE_FIELDS = frozenset({"base_url", "secret", "address", "scope"})
 
 
 def to_wire(value: Any) -> Any:

@@ -16,16 +16,16 @@ from django.views.decorators.http import require_POST, require_safe
 
 from engines.errors import EngineError
 from engines.services import serving_engines
+from hydra_site import lineage
+from hydra_site.explained import explained
 from sessions import lifecycle, services
 from sessions.errors import SessionUnknown
 from sessions.identity import Owner
 from sessions.lifecycle import SessionView
-from sessions.services import TurnView
 
 SHOWN = 100
 SHOWN_TURNS = 20
 _TONES = {"warm": "ok", "parked": "", "resumable": "warn", "expired": ""}
-_TERMS = ("queue_s", "load_s", "restore_s", "prefill_s", "decode_s", "evict_s", "others_s")
 
 
 @require_safe
@@ -48,8 +48,11 @@ def session(request: HttpRequest, key: str) -> HttpResponse:
     context = {
         "page": "sessions",
         "row": _row(view),
-        "view": view,
-        "turns": [_turn(turn) for turn in turns],
+        "holders": view.holders,
+        "prospect": lineage.PROSPECTS[view.state],
+        "places": lineage.places(view, turns),
+        "steps": lineage.steps(view, turns),
+        "turns": [explained(turn) for turn in turns],
         "engines": _engine_names(view),
     }
     return render(request, "session.html", context)
@@ -107,24 +110,3 @@ def _row(view: SessionView) -> dict[str, Any]:
 
 def _engine_names(view: SessionView) -> list[str]:
     return [endpoint.name for endpoint in serving_engines(view.detail.model_name)]
-
-
-def _turn(turn: TurnView) -> dict[str, Any]:
-    explanation = turn.explanation or {}
-    chosen = explanation.get("chosen") or {}
-    return {
-        "turn": turn,
-        "why": explanation.get("why", "no explanation was kept"),
-        "candidates": [
-            {
-                "engine": candidate["engine"],
-                "mode": candidate["mode"],
-                "cost_s": candidate["cost_s"],
-                "cached_tokens": candidate["cached_tokens"],
-                "is_chosen": candidate["engine"] == chosen.get("engine"),
-                "terms": [(name[:-2], candidate["terms"][name]) for name in _TERMS if candidate["terms"].get(name)],
-            }
-            for candidate in explanation.get("candidates", ())
-        ],
-        "refusals": explanation.get("refusals", ()),
-    }

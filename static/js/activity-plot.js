@@ -45,6 +45,7 @@ function axis(extra) {
 }
 
 function layout(historyS, highestRate, highestSlots) {
+  const most = Math.max(4, highestSlots);
   return {
     autosize: true,
     height: 250,
@@ -63,7 +64,8 @@ function layout(historyS, highestRate, highestSlots) {
       hoverformat: ".0f",
     }),
     yaxis: axis({ range: [0, Math.max(10, highestRate * 1.15)], gridcolor: colour("--line"), nticks: 5 }),
-    yaxis2: axis({ overlaying: "y", side: "right", range: [0, Math.max(4, highestSlots) * 1.15], dtick: Math.max(1, Math.ceil(highestSlots / 4)), showgrid: false }),
+    // Its zero is that of the left axis, and would lie on the word "now".
+    yaxis2: axis({ overlaying: "y", side: "right", range: [0, most * 1.15], tickvals: [1, 2, 3, 4].map((step) => step * Math.ceil(most / 4)).filter((value) => value <= most), showgrid: false }),
   };
 }
 

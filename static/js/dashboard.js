@@ -56,13 +56,17 @@ function drawConnection() {
 function draw() {
   drawConnection();
   if (pool.snapshot === null) return;
-  const { hosts, engines, sessions, attention, stores, work } = pool.snapshot;
+  const { engines, sessions, attention, stores, work, session_pages: pages = [], release } = pool.snapshot;
+  const hosts = pool.snapshot.hosts.filter((host) => host.duty !== "retired");
+  const left = pool.snapshot.hosts.filter((host) => host.duty === "retired").map((host) => host.name);
   const now = serverNow();
   drawSummary(hosts, engines);
   drawAttention(attention);
   drawWork(work);
-  drawHosts(byId("hosts"), hosts, engines, stores, now, STALE_S);
-  drawSessions(byId("sessions"), sessions, now);
+  drawHosts(byId("hosts"), hosts, { engines, stores, release, now, staleS: STALE_S });
+  byId("left-hosts").hidden = left.length === 0;
+  setText(byId("left-hosts"), `Left the pool: ${left.join(", ")}`);
+  drawSessions(byId("sessions"), sessions, pages, now);
   byId("no-hosts").hidden = hosts.length > 0;
   byId("no-engines").hidden = hosts.length === 0 || engines.length > 0;
   byId("sessions-table").hidden = sessions.length === 0;
@@ -77,6 +81,10 @@ function drawSummary(hosts, engines) {
     return;
   }
   const parts = [`${plural(hosts.length, "host")}, ${plural(devices, "device")}`];
+  const lost = hosts.filter((host) => host.state === "lost").length;
+  const leaving = hosts.filter((host) => host.duty !== "active").length;
+  if (lost) parts.push(`${count(lost)} lost`);
+  if (leaving) parts.push(`${count(leaving)} to be emptied`);
   if (engines.length) parts.push(`${count(ready)} of ${plural(engines.length, "engine")} ready`);
   const sample = pool.samples.at(-1);
   if (sample?.slots) parts.push(`${count(sample.busy_slots)} of ${plural(sample.slots, "slot")} busy`);
@@ -114,6 +122,8 @@ function drawWork(work) {
         h("p", { class: "work-state" })),
     (element, item) => {
       const bar = element.querySelector("progress");
+      // Only what runs may look as if it moved.
+      bar.hidden = item.state === "queued";
       if (item.total) bar.value = item.done / item.total;
       else bar.removeAttribute("value");
       const amount = item.kind === "download" ? bytesOf(item.done, item.total) : `${count(item.done)} of ${plural(item.total, "step")}`;

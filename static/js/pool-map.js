@@ -1,16 +1,21 @@
 // The machines as they stand: hosts, on them devices filled with the memory in use, on those the engines and their slots.
 
 import { h, keyed, setAttribute, setText } from "./dom.js";
+import { createDeviceFacts, updateDeviceFacts } from "./device-facts.js";
 import { age, bytes, bytesOf, count, plural, rate } from "./format.js";
+import { createDuty, DUTY_WORDS, updateDuty } from "./host-duty.js";
 
 const ENGINE_TONES = { ready: "ok", starting: "moving", draining: "moving", stopping: "moving", unhealthy: "warn", failed: "bad", stopped: "" };
 
-/** Draws all hosts into `parent`. `now` is the server's clock; numbers older than `staleS` are grey and say their age. */
-export function drawHosts(parent, hosts, engines, stores, now, staleS) {
-  const storeOf = (hostId) => stores.find((store) => store.host_id === hostId) ?? null;
-  const cardsOf = (hostId) => engines.filter((card) => card.engine.host_id === hostId);
+/**
+ * Draws all hosts into `parent`. `pool` holds the engines' cards, the stores, the site's release, `now` by the server's clock
+ * and `staleS`: numbers older than that are grey and say their age.
+ */
+export function drawHosts(parent, hosts, pool) {
+  const storeOf = (hostId) => pool.stores.find((store) => store.host_id === hostId) ?? null;
+  const cardsOf = (hostId) => pool.engines.filter((card) => card.engine.host_id === hostId);
   for (const ghost of parent.querySelectorAll(".ghost")) ghost.remove();
-  keyed(parent, hosts.map((host) => ({ host, cards: cardsOf(host.id), store: storeOf(host.id), now, staleS })), ({ host }) => host.id, createHost, updateHost);
+  keyed(parent, hosts.map((host) => ({ ...pool, host, hosts, cards: cardsOf(host.id), store: storeOf(host.id) })), ({ host }) => host.id, createHost, updateHost);
 }
 
 function part(root, name) {
@@ -30,9 +35,13 @@ function createHost() {
     h("header", { class: "host-head" },
       h("h2", { "data-part": "name" }),
       h("span", { class: "state", "data-part": "state" }),
+      h("span", { class: "state", "data-part": "duty", "data-tone": "warn", "data-testid": "host-duty-word" }),
+      createDuty(),
       h("p", { class: "host-facts", "data-part": "facts" }),
-      h("p", { class: "host-facts", "data-part": "store", "data-testid": "host-store" })),
-    h("div", { class: "devices", "data-part": "devices" }));
+      h("p", { class: "host-facts", "data-part": "store", "data-testid": "host-store" }),
+      h("p", { class: "host-facts", "data-part": "release", "data-testid": "host-release" })),
+    h("div", { class: "devices", "data-part": "devices" }),
+    h("p", { class: "device-none", "data-part": "no-devices" }, "It has told of no device yet."));
 }
 
 function updateHost(element, context) {
@@ -41,19 +50,32 @@ function updateHost(element, context) {
   const lost = host.state === "lost";
   setText(part(element, "name"), host.name);
   const state = part(element, "state");
-  setAttribute(state, "data-tone", lost ? "bad" : stale === null ? "ok" : "");
-  setText(state, lost ? `lost${stale === null ? "" : ` ${age(stale)} ago`}` : stale === null ? "up" : `last report ${age(stale)} ago`);
-  const facts = [host.cpu_model, plural(host.cpu_count, "core")];
+  const silent = host.last_seen_at === null;
+  setAttribute(state, "data-tone", lost ? "bad" : stale === null && !silent ? "ok" : "");
+  setText(state, lost ? `lost${stale === null ? "" : ` ${age(stale)} ago`}` : silent ? "no report yet" : stale === null ? "up" : `last report ${age(stale)} ago`);
+  const duty = part(element, "duty");
+  duty.hidden = host.duty === "active";
+  setText(duty, DUTY_WORDS[host.duty] ?? host.duty);
+  const facts = [host.cpu_model];
+  if (host.cpu_count) facts.push(plural(host.cpu_count, "core"));
   if (host.load_1m !== null) facts.push(`load ${host.load_1m.toFixed(2)}`);
   if (host.memory_available_bytes !== null) facts.push(`${bytes(host.memory_available_bytes)} of ${bytes(host.memory_total_bytes)} free`);
+  if (host.driver_version) facts.push(`driver ${host.driver_version}`);
   setText(part(element, "facts"), facts.filter(Boolean).join(" · "));
+  const { store } = context;
   setText(part(element, "store"), storeFacts(context));
-  part(element, "store").hidden = context.store === null;
+  part(element, "store").hidden = store === null;
+  part(element, "store").classList.toggle("stale", store !== null && (store.last_seen_at === null || context.now - store.last_seen_at > context.staleS));
+  const release = part(element, "release");
+  release.hidden = !host.version_differs && !host.schema_differs;
+  setText(release, `Release ${host.version}, this site's is ${context.release}${host.schema_differs ? "; their tables differ" : ""}`);
+  updateDuty(element, context);
   element.classList.toggle("stale-block", stale !== null);
   const known = new Set(host.gpus.map((gpu) => gpu.id));
   const fallback = host.gpus.find((gpu) => gpu.kind === "cpu") ?? host.gpus[0];
   const placed = (gpu) => cards.filter(({ engine }) => (known.has(engine.gpu_id) ? engine.gpu_id : fallback?.id) === gpu.id);
   keyed(part(element, "devices"), host.gpus.map((gpu) => ({ ...context, gpu, cards: placed(gpu) })), ({ gpu }) => gpu.id, createDevice, updateDevice);
+  part(element, "no-devices").hidden = host.gpus.length > 0;
 }
 
 /** The host's store in a line: how full it is, what it holds, and how often that was of use. */
@@ -81,7 +103,7 @@ function createDevice({ gpu }) {
       h("p", { class: "memory", "data-part": "memory" })),
     h("div", { class: "engines", "data-part": "engines" }),
     h("p", { class: "device-empty", "data-part": "empty" }, "No engine on this device."),
-    h("p", { class: "device-facts", "data-part": "device-facts" }));
+    createDeviceFacts());
 }
 
 function updateDevice(element, context) {
@@ -95,13 +117,7 @@ function updateDevice(element, context) {
   setText(part(element, "name"), gpu.name || (gpu.kind === "cpu" ? "CPU" : `GPU ${gpu.index}`));
   setText(part(element, "kind"), gpu.kind === "cpu" ? `CPU · ${gpu.arch}` : `GPU ${gpu.index} · ${gpu.arch}`);
   setText(part(element, "memory"), known ? `${bytesOf(gpu.memory_used_bytes, gpu.memory_total_bytes)} · ${Math.round(share * 100)} %` : "memory not measured");
-  const facts = [];
-  if (gpu.utilization_percent !== null) facts.push(`${Math.round(gpu.utilization_percent)} % busy`);
-  if (gpu.temperature_c !== null) facts.push(`${Math.round(gpu.temperature_c)} °C`);
-  if (gpu.power_w !== null) facts.push(`${Math.round(gpu.power_w)} W`);
-  if (stale !== null) facts.push(`measured ${age(stale)} ago`);
-  setText(part(element, "device-facts"), facts.join(" · "));
-  part(element, "device-facts").hidden = facts.length === 0;
+  updateDeviceFacts(element, gpu, stale);
   part(element, "empty").hidden = cards.length > 0;
   element.classList.toggle("stale-block", stale !== null);
   keyed(part(element, "engines"), cards.map((card) => ({ ...context, card })), ({ card }) => card.engine.id, createEngine, updateEngine);

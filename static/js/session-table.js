@@ -28,9 +28,22 @@ function createRow() {
   return h("tr", { "data-testid": "session-row" }, cells);
 }
 
-function updateRow(row, { chat, now }) {
+/** The title, as a link to the session's page for those who may open it. */
+function updateTitle(cell, text, key) {
+  if (!key) {
+    setText(cell, text);
+    return;
+  }
+  const href = `/sessions/${key}/`;
+  const link = cell.querySelector("a") ?? h("a", {});
+  if (link.parentNode !== cell) cell.replaceChildren(link);
+  setAttribute(link, "href", href);
+  setText(link, text);
+}
+
+function updateRow(row, { chat, key, now }) {
   const [title, model, engine, turns, input, output, active, state] = row.cells;
-  setText(title, chat.title || `Session ${chat.id}`);
+  updateTitle(title, chat.title || `Session ${chat.id}`, key);
   setAttribute(title, "title", `Session ${chat.id}, from the ${chat.source === "api" ? "API" : chat.source}`);
   setText(model, chat.model_name || UNKNOWN);
   setText(engine, chat.engine_name || UNKNOWN);
@@ -43,6 +56,8 @@ function updateRow(row, { chat, now }) {
   setText(state.firstChild, word);
 }
 
-export function drawSessions(body, sessions, now) {
-  keyed(body, sessions.map((chat) => ({ chat, now })), ({ chat }) => chat.id, createRow, updateRow);
+/** `pages` are the addresses of those that this user may open. */
+export function drawSessions(body, sessions, pages, now) {
+  const keys = new Map(pages.map((page) => [page.id, page.key]));
+  keyed(body, sessions.map((chat) => ({ chat, key: keys.get(chat.id), now })), ({ chat }) => chat.id, createRow, updateRow);
 }

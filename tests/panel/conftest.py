@@ -37,6 +37,7 @@ async def stand_in(small_pool: SmallPool) -> AsyncIterator[EngineStandIn]:
     """The small pool's engine, answering."""
     from engines.models import Engine
     from pools.db import in_db
+    from sessions.relay import lease_desk
     from sessions.turn import wait_for_writes
 
     engine = EngineStandIn()
@@ -44,6 +45,9 @@ async def stand_in(small_pool: SmallPool) -> AsyncIterator[EngineStandIn]:
     await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, http_port=engine.port)
     yield engine
     await wait_for_writes(20.0)
+    # Leases are given back in the background, which must not meet the emptying of the tables.
+    await lease_desk().settled()
+    await lease_desk().close(20.0)
     await close_client_session()
     await engine.stop()
 

@@ -11,11 +11,24 @@ import pytest
 from engines.config import SlotView
 from engines.models import Engine
 from engines.services import EngineView
-from hydra_site.pool_snapshot import EngineCard, PoolSnapshot, attention_of, cell_of, sample_of, take_snapshot, to_wire
+from hydra_site.pool_snapshot import (
+    EngineCard,
+    PoolSnapshot,
+    SessionPage,
+    attention_of,
+    cell_of,
+    sample_of,
+    take_snapshot,
+    to_wire,
+)
 from pools import jobs
-from pools.choices import JobKind
+from pools.choices import HostDuty, JobKind
 from pools.db import in_db
+from pools.models import Gpu, Host
+from pools.release import this_release
 from pools.services import HostView
+from sessions.models import ChatSession
+from sessions.services import ChatView
 from tests.panel.engine_stand_in import IDLE, EngineStandIn
 from tests.panel.page import SmallPool
 
@@ -141,6 +154,45 @@ async def test_builds_and_downloads_are_there_while_they_wait_and_run(small_pool
     }
     await in_db(jobs.cancel, job_id)
     assert (await take_snapshot(running))[0].work == ()
+
+
+async def test_what_runs_comes_before_what_waits(small_pool: SmallPool) -> None:
+    running = await in_db(jobs.enqueue, "atlas", JobKind.BUILD, "sm_60")
+    await in_db(jobs.claim, running, "atlas")
+    await in_db(jobs.enqueue, "atlas", JobKind.DOWNLOAD, "hf:own/tiny:Q4_K_M")
+    snapshot, _ = await take_snapshot(None)
+    assert [work.state for work in snapshot.work] == ["running", "queued"]
+
+
+async def test_a_page_learns_duty_release_and_what_a_card_tells(small_pool: SmallPool) -> None:
+    await in_db(Host.objects.update, duty=HostDuty.DRAINING, version="0.0.1+old", schema="another")
+    processes = [{"pid": 7, "name": "", "memory_bytes": None}]
+    card = {"clock_mhz": 1695, "power_w": 287.0, "power_limit_w": 350.0, "processes": processes}
+    await in_db(Gpu.objects.update, **card)
+    wire = to_wire((await take_snapshot(None))[0])
+    (host,) = wire["hosts"]
+    assert (host["duty"], host["version"], wire["release"]) == ("draining", "0.0.1+old", this_release().version)
+    assert host["version_differs"] and host["schema_differs"]
+    assert {name: host["gpus"][0][name] for name in card} == card
+    assert host["gpus"][0]["temperature_c"] is None
+
+
+async def test_sessions_come_with_their_pages(small_pool: SmallPool) -> None:
+    chat = await in_db(ChatSession.objects.create, key_hash="a" * 64, model_name="tiny", scope="user:7")
+    wire = to_wire((await take_snapshot(None))[0])
+    assert wire["session_pages"] == [{"id": chat.pk, "key": "a" * 64}]
+
+
+def test_of_others_conversations_one_sees_neither_title_nor_page() -> None:
+    chats = tuple(
+        ChatView(chat_id, f"title {chat_id}", "api", "tiny", "a", 1, 2, 3, "done", NOW, NOW) for chat_id in (1, 2)
+    )
+    pages = (SessionPage(1, "one", "user:1"), SessionPage(2, "two", "user:2"))
+    snapshot = PoolSnapshot(1, NOW, (), (), chats, (), session_pages=pages)
+    seen = snapshot.seen_by("user:2")
+    assert [chat.title for chat in seen.sessions] == ["", "title 2"]
+    assert seen.session_pages == pages[1:]
+    assert snapshot.seen_by(None) == snapshot
 
 
 async def test_the_version_grows_only_when_something_changed(small_pool: SmallPool, stand_in: EngineStandIn) -> None:

@@ -6,11 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from django.contrib.auth.models import AnonymousUser
+from django.contrib.auth.models import AnonymousUser, User
 
 from hydra_site.pool_watcher import watcher
 from pools import services as pools
 from pools.db import in_db
+from sessions.models import ChatSession
 from tests.panel.conftest import OpenPage
 from tests.panel.engine_stand_in import EngineStandIn
 from tests.panel.page import Page, SmallPool
@@ -43,6 +44,17 @@ async def test_a_page_gets_the_whole_pool_on_connect(
     assert snapshot["engines"][0]["engine"]["state"] == "ready"
     assert snapshot["engines"][0]["cells"][0]["state"] == "idle"
     assert frame["samples"][-1]["slots"] == 1
+
+
+async def test_a_user_sees_own_titles_and_the_staff_all(open_page: OpenPage, small_pool: SmallPool) -> None:
+    bob = await in_db(User.objects.create_user, "bob")
+    for name, scope in (("a", f"user:{bob.pk}"), ("b", "user:0")):
+        await in_db(ChatSession.objects.create, key_hash=name * 64, title=name, model_name="tiny", scope=scope)
+    seen = {}
+    for page in (await open_page(POOL), await open_page(POOL, bob)):
+        snapshot = (await page.hear("pool"))["snapshot"]
+        seen[page] = sorted(chat["title"] for chat in snapshot["sessions"]), len(snapshot["session_pages"])
+    assert list(seen.values()) == [(["a", "b"], 2), (["", "a"], 1)]
 
 
 async def test_an_empty_pool_is_a_snapshot_too(open_page: OpenPage) -> None:

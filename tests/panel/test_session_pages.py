@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
+from datetime import timedelta
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
 from django.db import connections
 from django.test import AsyncClient
+from django.utils import timezone
 
 from engines.client import close_client_session
+from engines.models import Store
 from pools.db import in_db
 from sessions import services
 from sessions.choices import ChatSource
 from sessions.identity import Identity
+from sessions.models import ChatSession, Snapshot
 from sessions.services import TurnEnd, TurnStart
 from tests.panel.page import SmallPool
 
@@ -64,7 +68,14 @@ async def test_people_see_their_own_sessions_and_staff_sees_all(
     assert (await client.get(f"/sessions/{hers}/")).status_code == 404
     assert (await client.post(f"/sessions/{hers}/delete/")).status_code == 404
     shown = (await client.get(f"/sessions/{his}/")).content.decode()
-    for text in ("About rivers", "it costs least", "prefill 0.200 + decode 0.300", "it is not ready", "0.250"):
+    for text in (
+        "About rivers",
+        "it costs least",
+        "prefill 0.200",
+        "decode 0.300",
+        "it is not ready (failed)",
+        "0.250",
+    ):
         assert text in shown
     assert (await client.post(f"/sessions/{his}/nonsense/")).status_code == 404
     deleted = await client.post(f"/sessions/{his}/delete/")
@@ -74,9 +85,42 @@ async def test_people_see_their_own_sessions_and_staff_sees_all(
     assert hers in (await client.get("/sessions/")).content.decode()
 
 
+def saved_in_two_stores(key: str, host_id: int) -> None:
+    from pools.models import Host
+
+    chat = ChatSession.objects.get(key_hash=key)
+    for state, tokens, host in (("ready", 1800, host_id), ("unhealthy", 900, Host.objects.create(name="boreas").pk)):
+        store = Store.objects.create(host_id=host, state=state, address="127.0.0.1", port=31002, secret="secret")
+        Snapshot.objects.create(
+            chat=chat, store=store, name="kv/a", tokens=tokens, size_bytes=3 << 29, last_seen_at=timezone.now(),
+            saved_at=timezone.now() - timedelta(hours=2),
+        )  # fmt: skip
+
+
+async def test_a_page_says_where_the_state_is_and_how_it_came_there(
+    admin: User, small_pool: SmallPool, browser: AsyncClient
+) -> None:
+    key = await in_db(a_session, admin.pk, small_pool.engine.pk, "About stones")
+    await browser.aforce_login(admin)
+    nothing = (await browser.get(f"/sessions/{key}/")).content.decode()
+    assert "Nothing of it is held or saved any more" in nothing
+    assert "tiny-atlas made it 9 tokens long, all computed" in nothing
+    await in_db(saved_in_two_stores, key, small_pool.host.pk)
+    text = (await browser.get(f"/sessions/{key}/")).content.decode()
+    for told in (
+        "the next turn reads it back",
+        "1,800 tokens went to the store of atlas",
+        "1.5 GiB",
+        "does not answer",
+    ):
+        assert told in text
+    assert text.index("store of atlas") < text.index("store of boreas")
+
+
 async def test_an_empty_page_teaches(admin: User, browser: AsyncClient) -> None:
     client = browser
     await client.aforce_login(admin)
     text = (await client.get("/sessions/")).content.decode()
     assert "No session yet" in text
+    assert "X-Session-Id: my-first" in text
     assert 'name="viewport"' in text

@@ -1,0 +1,118 @@
+"""Why a request went where it went, and what then happened, as the session page draws it: rows of a table, and bars.
+
+All bars of a request have one scale, so that what was expected and what came can be compared by eye.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sessions.services import TurnView
+
+TERMS = ("queue_s", "load_s", "restore_s", "prefill_s", "decode_s", "evict_s", "others_s")
+_NAMES_A_CHOICE = ("engine", "mode", "prefill_engine_id")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a bar: what it stands for, how long that takes, and where it lies ("12.5%")."""
+
+    name: str
+    seconds: float
+    x: str
+    width: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to answer that was weighed. `dearer_s` is its cost less that of the chosen one; None for that itself."""
+
+    engine: str
+    mode: str
+    cost_s: float
+    dearer_s: float | None
+    first_token_s: float | None
+    held_tokens: int
+    cached_tokens: int
+    restore_from: str
+    is_chosen: bool
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class ExplainedTurn:
+    """A request with all that was weighed. `happened` is empty until its first token came."""
+
+    turn: TurnView
+    why: str
+    guessed_prompt_tokens: int | None
+    guessed_answer_tokens: int | None
+    choices: tuple[Choice, ...]
+    refusals: tuple[Mapping[str, str], ...]
+    happened: tuple[Part, ...]
+
+
+def explained(turn: TurnView) -> ExplainedTurn:
+    """What the row keeps of the router's Explanation, beside the times that were measured."""
+    explanation = turn.explanation or {}
+    chosen = explanation.get("chosen") or {}
+    candidates = explanation.get("candidates", ())
+    longest_s = max([turn.duration_s or 0.0, *(candidate["cost_s"] for candidate in candidates)])
+    return ExplainedTurn(
+        turn=turn,
+        why=explanation.get("why", ""),
+        guessed_prompt_tokens=explanation.get("prompt_tokens"),
+        guessed_answer_tokens=explanation.get("output_tokens"),
+        choices=tuple(_choice(candidate, chosen, candidates, longest_s) for candidate in candidates),
+        refusals=tuple(explanation.get("refusals", ())),
+        happened=_happened(turn, longest_s),
+    )
+
+
+def _choice(
+    candidate: dict[str, Any], chosen: dict[str, Any], candidates: Iterable[dict[str, Any]], longest_s: float
+) -> Choice:
+    is_chosen = _is_chosen(candidate, chosen)
+    chosen_cost_s = next((other["cost_s"] for other in candidates if _is_chosen(other, chosen)), None)
+    dearer_s = None if is_chosen or chosen_cost_s is None else candidate["cost_s"] - chosen_cost_s
+    terms = candidate["terms"]
+    return Choice(
+        engine=candidate["engine"],
+        mode=candidate["mode"],
+        cost_s=candidate["cost_s"],
+        dearer_s=dearer_s,
+        first_token_s=candidate.get("first_token_s"),
+        held_tokens=candidate.get("held_tokens", 0),
+        cached_tokens=candidate["cached_tokens"],
+        restore_from=candidate.get("restore_from", ""),
+        is_chosen=is_chosen,
+        parts=bar([(name.removesuffix("_s"), terms[name]) for name in TERMS if terms.get(name)], longest_s),
+    )
+
+
+def _is_chosen(candidate: dict[str, Any], chosen: dict[str, Any]) -> bool:
+    """One engine can be a candidate in several forms, so its name alone does not tell."""
+    return bool(chosen) and all(candidate.get(name) == chosen[name] for name in _NAMES_A_CHOICE if name in chosen)
+
+
+def _happened(turn: TurnView, longest_s: float) -> tuple[Part, ...]:
+    if turn.first_token_s is None:
+        return ()
+    queue_s = min(turn.queue_s or 0.0, turn.first_token_s)
+    spans = [("queue", queue_s), ("reading", turn.first_token_s - queue_s)]
+    if turn.duration_s is not None:
+        spans.append(("writing", max(0.0, turn.duration_s - turn.first_token_s)))
+    return bar([span for span in spans if span[1] > 0], longest_s)
+
+
+def bar(spans: Iterable[tuple[str, float]], longest_s: float) -> tuple[Part, ...]:
+    """Names and seconds as pieces that lie one after the other on a scale whose end is `longest_s`."""
+    parts = []
+    begin_s = 0.0
+    for name, seconds in spans:
+        x, width = (100 * value / longest_s if longest_s else 0.0 for value in (begin_s, seconds))
+        parts.append(Part(name, seconds, f"{x:.2f}%", f"{width:.2f}%"))
+        begin_s += seconds
+    return tuple(parts)
