@@ -1,4 +1,4 @@
-"""`python -m bench engine|prefix|spec|kv|store|park|placement|router|model`: Hydra measured; the last line is JSON."""
+"""`python -m bench engine|prefix|spec|kv|store|park|handoff|placement|router|model`: Hydra measured; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench import engine, kv, park, placement, prefix, router, spec, store
+from bench import engine, handoff, kv, park, placement, prefix, router, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path
 from bench.vocabulary import ROOT
@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> int:
     parker = commands.add_parser("park", description=park.__doc__)
     _add_server_arguments(parker)
     park.add_arguments(parker)
+    mover = commands.add_parser("handoff", description=handoff.__doc__)
+    _add_server_arguments(mover)
+    handoff.add_arguments(mover)
     router.add_arguments(commands.add_parser("router", description=router.__doc__))
     placing = commands.add_parser("placement", description=placement.__doc__)
     _add_server_arguments(placing)
@@ -67,6 +70,9 @@ def main(arguments: list[str]) -> int:
             return 0
         if options.command == "park":
             print(json.dumps(park.run(options)), flush=True)
+            return 0
+        if options.command == "handoff":
+            print(json.dumps(handoff.run(options)), flush=True)
             return 0
         if options.command == "router":
             print(json.dumps(router.run_bench(options)), flush=True)

@@ -81,10 +81,13 @@ def record_process(
     http_port: int,
     rpc_port: int | None = None,
     rpc_secret: str = "",
+    *,
+    epoch: int | None = None,
 ) -> bool:
-    """Write which process a starting engine is. False: it is not wanted any more."""
+    """Write which process a starting engine is. False: it is not wanted any more, or (of `epoch`) another start came after."""
+    start = Q() if epoch is None else Q(epoch=epoch, pid__isnull=True)
     return change(
-        Q(pk=engine_id, wanted=Wanted.RUNNING, state=EngineState.STARTING),
+        start & Q(pk=engine_id, wanted=Wanted.RUNNING, state=EngineState.STARTING),
         EngineState.STARTING,
         pid=pid,
         pid_start_time=pid_start_time,

@@ -21,6 +21,10 @@ EngineError
 │   ├── SlotOccupied            409  the slot holds a conversation and the sender asked to spare it
 │   ├── StateInvalid            400  the bytes are cut short, damaged or of no known form
 │   ├── StateIncompatible       422  sound bytes, but of another model, KV type or layout
+│   ├── HandoffStale            409  a later move of the session was granted, or this one is over
+│   ├── HandoffUnknown          404  no move of that id brings a generation here
+│   ├── GenerationStays         409  the running request cannot move to another engine, for a reason that is told
+│   ├── GenerationMoved         409  the running request goes on at another engine; tells whoever follows it
 │   ├── StateTooLarge           413  more tokens than this engine's context takes
 │   └── StateSharingOff         501  this engine's llama.cpp lays states out in an unknown way
 ├── NotServed                   501  this process does not serve that operation
@@ -239,6 +243,33 @@ class StateIncompatible(StateError):
     http_status = 422
     error_type = "invalid_request_error"
     hint = "Both engines must serve the same model file with the same KV types; GET /slots/{id}/state/meta shows the fingerprint."
+
+
+class HandoffStale(StateError):
+    code = "handoff_stale"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class HandoffUnknown(StateError):
+    code = "handoff_unknown"
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class GenerationStays(StateError):
+    code = "generation_stays"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class GenerationMoved(StateError):
+    """`param` is the handoff's id: `POST /handoffs/{id}/stream` of the other engine has the rest."""
+
+    code = "generation_moved"
+    http_status = 409
+    error_type = "invalid_request_error"
+    retryable = True
 
 
 class StateTooLarge(StateError):

@@ -129,9 +129,8 @@ def _load(wish: LoadWish) -> LoadView:
             return _view(coming)
         devices = usable_devices(wish.variant_id)
         engines = residents.engines_of({device.host_id for device in devices})
-        busy = frozenset(
-            device.device_id for device in devices if reservation.holder_of(load_resource(device.device_id))
-        )
+        held = reservation.held_of(load_resource(device.device_id) for device in devices)
+        busy = frozenset(device.device_id for device in devices if load_resource(device.device_id) in held)
         states = residents.device_states(devices, engines, busy)
         kept = _kept_row(wish, engines)
         answer = _plan(wish, kept, [state for state in states if not state.is_busy], engines)
@@ -206,13 +205,16 @@ def _queued_or_refused(
 def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadPlan) -> LoadView:
     """Write the load: the engine's row, the device's reservation, and who makes way."""
     engine = kept or _own_row(wish, device, plan.preview)
+    if engine is None:
+        return LoadView("queued")
     lease = reservation.reserve(
         load_resource(device.device_id), load_owner(engine.pk), LOAD_LEASE_S, f"loads {wish.model_name}"
     )
-    if lease is None:
-        transaction.set_rollback(True)
-        return LoadView("queued")
-    Engine.objects.filter(pk=engine.pk, state__in=TERMINAL).update(
+    # Between the look and now a person may have stopped it, or somebody started it.
+    due = Engine.objects.filter(pk=engine.pk, state__in=TERMINAL).exclude(
+        stop_reason=StopReason.PERSON, wanted=Wanted.STOPPED
+    )
+    begun = lease is not None and due.update(
         wanted=Wanted.RUNNING,
         waits_for=list(plan.stops),
         stop_reason=StopReason.NONE,
@@ -220,6 +222,9 @@ def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadP
         load_progress=None,
         last_error="",
     )
+    if not begun:
+        transaction.set_rollback(True)
+        return LoadView("queued")
     publish_on_commit("engine", engine.pk)
     logger.info("engine %d loads %s on %s: %s", engine.pk, wish.model_name, device.name, plan.preview.label)
     for engine_id in plan.stops:
@@ -230,7 +235,8 @@ def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadP
     return LoadView("draining" if plan.stops else "starting", device.host_name, device.name)
 
 
-def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine:
+def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine | None:
+    """A row of our own for the load; None where somebody started the one that there is in this very moment."""
     form = preview.form
     values = {
         "slots": form.slots,
@@ -247,8 +253,7 @@ def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine:
     if row is None:
         place = {"host_id": device.host_id, "gpu_id": device.device_id, "variant_id": wish.variant_id}
         return Engine.objects.create(name=_free_name(wish, device), on_demand=True, **place, **values)
-    Engine.objects.filter(pk=row.pk).update(**values)
-    return row
+    return row if Engine.objects.filter(pk=row.pk, state__in=TERMINAL).update(**values) else None
 
 
 def _free_name(wish: LoadWish, device: DeviceFacts) -> str:
@@ -268,8 +273,9 @@ def advance() -> int:
     for engine in Engine.objects.exclude(waits_for=[]):
         if engine.wanted != Wanted.RUNNING:
             # Somebody stopped it before it began.
-            Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).update(waits_for=[])
-            reservation.release_owner(load_owner(engine.pk))
+            stopped = Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).exclude(wanted=Wanted.RUNNING)
+            if stopped.update(waits_for=[]):
+                reservation.release_owner(load_owner(engine.pk))
             continue
         if Engine.objects.filter(pk__in=engine.waits_for).exclude(state__in=TERMINAL).exists():
             continue

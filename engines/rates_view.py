@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 MAX_PENDING = 64
 MAX_SESSIONS = 512
 MAX_STEPS = 256
+MAX_LINKS = 64
+MAX_ADDRESS_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class EngineRates:
     between two steps of the others, which wait for it; `interleaves`: it has a call of its own. `kv_group` names the engines
     that KV may be shared with, "" none. `restore_bytes_per_s` is how fast states come in from the host's store, 0 unknown.
     `sessions` are tokens held by conversation, the one used last at the end; `idle_tokens` and `idle_s` tell of the one that
-    would have to go next.
+    would have to go next. `links` are bytes per second at which other hosts' stores ("address:port") were read.
     """
 
     model: str
@@ -47,6 +49,7 @@ class EngineRates:
     sessions: Mapping[str, int]
     idle_tokens: int
     idle_s: float
+    links: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRates:
@@ -55,6 +58,7 @@ class EngineRates:
         if not steps or any(low >= high for (low, _), (high, _) in pairwise(steps)):
             raise ValueError("steps are for ascending numbers of streams, at least one")
         sessions = {str(name): int(tokens) for name, tokens in list(values["sessions"].items())[-MAX_SESSIONS:]}
+        links = {str(address): _seconds(speed) for address, speed in list(values.get("links", {}).items())[-MAX_LINKS:]}
         return cls(
             model=str(values["model"]),
             slots=int(values["slots"]),
@@ -78,6 +82,7 @@ class EngineRates:
             sessions=sessions,
             idle_tokens=int(values["idle_tokens"]),
             idle_s=_seconds(values["idle_s"]),
+            links={address: speed for address, speed in links.items() if speed and len(address) <= MAX_ADDRESS_CHARS},
         )
 
 

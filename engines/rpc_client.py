@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterable, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from engines.errors import (
     EngineUnreachable,
@@ -83,7 +83,7 @@ class RpcClient:
         self._stream: ByteStream | None = None
         self._inside: asyncio.Task[Any] | None = None
 
-    async def __aenter__(self) -> RpcClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

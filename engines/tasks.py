@@ -55,10 +55,11 @@ def start_engine(engine_id: int, epoch: int) -> None:
         return
     process, told = launched.record, launched.config
     if not engine_rows.record_process(
-        engine_id, process.pid, process.start_time, told.port, told.rpc_port, told.rpc_secret
+        engine_id, process.pid, process.start_time, told.port, told.rpc_port, told.rpc_secret, epoch=epoch
     ):
-        # A stop came in between.
-        launch.end_engine(task.directory)
+        # A stop came in between; or another start, whose process may have taken this one's place by now.
+        if (running := launch.find(task.directory)) is not None and running.pid == process.pid:
+            launch.end_engine(task.directory)
         return
     queue = f"host.{settings.HYDRA_HOST_NAME}.fast"
     await_ready.apply_async(args=[engine_id, process.pid], queue=queue, expires=COMMAND_EXPIRES_S)

@@ -71,6 +71,11 @@ class Opcode(IntEnum):
     STATE_PUT = 0x31
     STATE_META = 0x32
     GET_MANIFEST = 0x33
+    HANDOFF = 0x34
+    ADOPT = 0x35
+    ADOPT_BLOCK = 0x36
+    ADOPT_REST = 0x37
+    ADOPT_ASK = 0x38
     CONFIGURE = 0x40
     INFO = 0x41
     PREFILL = 0x42
@@ -114,6 +119,11 @@ OPERATIONS: dict[int, Operation] = {
         Operation(Opcode.STATE_PUT, "engine", "slot", MAX_STATE_BYTES),
         Operation(Opcode.STATE_META, "engine", "slot", 0),
         Operation(Opcode.GET_MANIFEST, "store", "object", 0),
+        Operation(Opcode.HANDOFF, "engine", "none", MAX_CONFIGURE_BYTES),
+        Operation(Opcode.ADOPT, "engine", "none", MAX_CONFIGURE_BYTES),
+        Operation(Opcode.ADOPT_BLOCK, "engine", "handoff", MAX_STATE_BYTES),
+        Operation(Opcode.ADOPT_REST, "engine", "handoff", MAX_STATE_BYTES),
+        Operation(Opcode.ADOPT_ASK, "engine", "none", MAX_CONFIGURE_BYTES),
         Operation(Opcode.CONFIGURE, "engine", "none", MAX_CONFIGURE_BYTES),
         Operation(Opcode.INFO, "both", "none", 0),
         Operation(Opcode.PREFILL, "engine", "none", MAX_JSON_BYTES),

@@ -16,6 +16,8 @@ from hydra_site.supervisor.joined import Joined
 CONNECT_TIMEOUT_S = 5
 # A query that takes longer is stuck; whoever waits for it gets an error instead.
 STATEMENT_TIMEOUT_MS = 30_000
+# A server that is gone without a word (its machine, its network) is found out in about half a minute, not in two hours.
+_KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000}
 CHANNEL_SOCKET_TIMEOUT_S = 15
 CHANNEL_CAPACITY = 500
 _DATABASE_FIELDS = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}
@@ -53,6 +55,7 @@ def database_settings(url: str | None) -> dict[str, Any]:
     known = {_DATABASE_FIELDS[name]: fields.pop(name) for name in list(fields) if name in _DATABASE_FIELDS}
     options: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_S,
+        **_KEEPALIVES,
         "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS}",
         **fields,
     }

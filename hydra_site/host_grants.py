@@ -31,7 +31,24 @@ MAX_CA_BYTES = 1 << 18
 # A path means something on one machine only, so a certificate travels as its text.
 DATABASE_CA = "sslrootcert"
 BROKER_CA = "ssl_ca_certs"
-_OWN_FILES = ("sslcert", "sslkey", "sslcrl", "passfile", "service", "ssl_certfile", "ssl_keyfile")
+# The site's own files, and what opens them.
+_OWN_FILES = frozenset(
+    {
+        *(
+            "sslcert",
+            "sslkey",
+            "sslpassword",
+            "sslcrl",
+            "sslcrldir",
+            "sslkeylogfile",
+            "passfile",
+            "service",
+            "servicefile",
+        ),
+        *("ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_ca_path", "ssl_ca_data"),
+        *("user", "username", "password"),
+    }
+)
 
 _READ, _WRITE, _ALL = "SELECT", "SELECT, INSERT, UPDATE", "SELECT, INSERT, UPDATE, DELETE"
 # By app label: what stands under "" holds for the models that are not named; without it they are closed.
@@ -106,15 +123,18 @@ def refresh_grants(*, make: bool = False) -> None:
 
 def restore_broker_users() -> int:
     """Make the broker users again that a restart of the broker has forgotten; returns how many."""
-    wanted = host_access.accesses()
+    wanted = [access for access in host_access.accesses() if access.broker_password_digest]
     if not wanted:
         return 0
     with _broker() as broker:
         known = {name.decode() if isinstance(name, bytes) else name for name in broker.execute_command("ACL", "USERS")}
-    missing = [access for access in wanted if access.broker_user not in known]
-    for access in missing:
-        _set_broker_user(access.broker_user, access.host_name, access.broker_password_digest)
-    return len(missing)
+    restored = 0
+    for missing in [access for access in wanted if access.broker_user not in known]:
+        with host_access.granted(missing.host_id) as access:
+            if access is not None:  # else the host has left since
+                _set_broker_user(access.broker_user, access.host_name, access.broker_password_digest)
+                restored += 1
+    return restored
 
 
 def revoke(host_id: int) -> bool:
@@ -134,6 +154,8 @@ def revoke(host_id: int) -> bool:
         raise AccessNotGranted(
             f"PostgreSQL did not drop the role {access.database_role}: {_first_line(error)}"
         ) from error
+    # First, or the next look at the broker would find the user missing and make it again.
+    host_access.take_back(host_id)
     try:
         with _broker() as broker:
             broker.execute_command("ACL", "DELUSER", access.broker_user)
@@ -223,7 +245,7 @@ def _for_host(url: str, user: str, password: str, ca_key: str) -> tuple[str, str
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
     ca_path = query.pop(ca_key, "")
-    kept = {key: value for key, value in query.items() if key not in (*_OWN_FILES, "user", "password")}
+    kept = {key: value for key, value in query.items() if key not in _OWN_FILES}
     place = parts.netloc.rpartition("@")[2]
     netloc = f"{quote(user, safe='')}:{quote(password, safe='')}@{place}"
     return urlunsplit(parts._replace(netloc=netloc, query=urlencode(kept))), _certificate(ca_path)

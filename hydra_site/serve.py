@@ -25,7 +25,6 @@ MAX_DRAINED_BYTES = 1 << 30
 STOP_CANCEL_S = 1.5
 GOING_AWAY = 1001
 STOP_DEADLINE_S = 4.5
-POOL_SIZE = 16
 POOL_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -132,9 +131,11 @@ def use_connection_pool() -> None:
     """Keep database connections open between requests. Only here: other processes make few and short ones."""
     from django.conf import settings
 
+    from pools.db import DATABASE_THREADS
+
     database = settings.DATABASES["default"]
     if database["ENGINE"] == "django.db.backends.postgresql":
-        database["OPTIONS"]["pool"] = {"min_size": 1, "max_size": POOL_SIZE, "timeout": POOL_TIMEOUT_S}
+        database["OPTIONS"]["pool"] = {"min_size": 1, "max_size": DATABASE_THREADS, "timeout": POOL_TIMEOUT_S}
 
 
 def refuse_without_keys() -> None:
@@ -166,7 +167,9 @@ def main() -> int:
 
     from hydra_site.asgi import application
     from sessions.api.answers import body_too_large
+    from sessions.lease_line import LeaseLine
 
+    LeaseLine.kept = True
     BoundedRequest.limit_bytes = settings.HYDRA_MAX_BODY_BYTES
     BoundedRequest.refusal = body_too_large
     server = SiteServer(

@@ -94,7 +94,7 @@ CHANNEL_LAYERS = (
     {
         "default": {
             "BACKEND": "channels_redis.core.RedisChannelLayer",
-            "CONFIG": {"hosts": [_broker_url], "capacity": 500},
+            "CONFIG": addresses.channel_layer_config(_broker_url),
         }
     }
     if _broker_url
@@ -134,6 +134,7 @@ CELERY_BEAT_SCHEDULE = {
     "expire-sessions": {"task": "sessions.tasks.expire_sessions", "schedule": 600.0, "options": {"expires": 600}},
     "sweep-jobs": {"task": "pools.tasks.sweep_jobs", "schedule": 20.0, "options": {"expires": 20}},
     "sweep-leases": {"task": "sessions.tasks.sweep_leases", "schedule": 30.0, "options": {"expires": 30}},
+    "sweep-handoffs": {"task": "sessions.tasks.sweep_handoffs", "schedule": 30.0, "options": {"expires": 30}},
     "sweep-turns": {"task": "sessions.tasks.sweep_turns", "schedule": 300.0, "options": {"expires": 300}},
 }
 

@@ -18,28 +18,39 @@ from redis.exceptions import RedisError
 GROUP = "pool"
 EVENT_TYPES = ("host", "model", "engine", "chat", "job")
 SEND_TIMEOUT_S = 2.0
+# A layer that did not answer is left alone for so long: a thousand rows written at once must not wait for it a thousand times.
+PAUSE_S = 2.0
 LOG_INTERVAL_S = 60.0
 
 logger = logging.getLogger(__name__)
 
 
-class _Outage:
-    """When a lost channel layer was last told of, so that an outage writes one line a minute and not one per write."""
+class Outage:
+    """A server that did not answer: whom to spare the waiting, and that it writes one line a minute and not one per write."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: str, pause_s: float = PAUSE_S) -> None:
+        self._words = words
+        self._pause_s = pause_s
         self._lock = threading.Lock()
         self._told_at: float | None = None
+        self._until = float("-inf")
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it failed a moment ago, and asking again would most likely be in vain."""
+        return time.monotonic() < self._until
 
     def tell(self, error: BaseException) -> None:
         now = time.monotonic()
         with self._lock:
+            self._until = now + self._pause_s
             if self._told_at is not None and now - self._told_at < LOG_INTERVAL_S:
                 return
             self._told_at = now
-        logger.warning("events are lost, the channel layer does not answer: %s: %s", type(error).__name__, error)
+        logger.warning("%s: %s: %s", self._words, type(error).__name__, error)
 
 
-_outage = _Outage()
+_outage = Outage("events are lost, the channel layer does not answer")
 
 
 def publish_on_commit(event_type: str, row_id: int, version: int | None = None) -> None:
@@ -54,6 +65,8 @@ def publish_on_commit(event_type: str, row_id: int, version: int | None = None) 
 
 
 def _send(event: dict[str, Any]) -> None:
+    if _outage.lasts:
+        return
     try:
         async_to_sync(_publish)(event)
     except (OSError, RedisError) as error:

@@ -32,6 +32,7 @@ from pools.model_reference import (
     ReferenceInvalid,
     UrlReference,
     parse_reference,
+    without_query,
 )
 
 Report = Callable[[str, int, int], None]  # (stage, bytes done, bytes in all)
@@ -161,10 +162,11 @@ def _from_url(reference: UrlReference, models_dir: Path, report: Report) -> Fetc
     folder = models_dir / FOLDER / f"url-{hashlib.sha256(reference.url.encode()).hexdigest()[:12]}"
     path = folder / reference.file_name
     partial = path.with_name(f"{path.name}.partial")
-    with _alone(path, reference.url):
+    shown = without_query(reference.url)
+    with _alone(path, shown):
         if not _is_here(path, file.size_bytes, "", models_dir):
-            _check_space(folder, reference.url, file.size_bytes - (partial.stat().st_size if partial.exists() else 0))
-            with _no_space_told(reference.url, file.size_bytes):
+            _check_space(folder, shown, file.size_bytes - (partial.stat().st_size if partial.exists() else 0))
+            with _no_space_told(shown, file.size_bytes):
                 url_download.fetch(file, partial, lambda done: report("downloading", done, file.size_bytes))
             partial.replace(path)
         sha256 = _proven(path, "", file.size_bytes, models_dir, report)

@@ -1,7 +1,10 @@
 """Rows that say which database role and broker user a joined host has: the only writer of HostAccess."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from django.db import transaction
 from django.db.models.functions import Now
 
 from pools.models import HostAccess
@@ -9,7 +12,9 @@ from pools.models import HostAccess
 
 @dataclass(frozen=True)
 class AccessView:
-    """A host's role and user. `broker_password_digest` is the SHA-256 of the user's password, as the broker takes it."""
+    """A host's role and user. `broker_password_digest` is the SHA-256 of the user's password, as the broker takes it; "" for a
+    user that was taken back.
+    """
 
     host_id: int
     host_name: str
@@ -33,6 +38,29 @@ def accesses() -> list[AccessView]:
     """What joined hosts have, by host name."""
     fields = ("host_id", "host__name", "database_role", "broker_user", "broker_password_digest")
     return [AccessView(*row) for row in HostAccess.objects.order_by("host__name").values_list(*fields)]
+
+
+@contextmanager
+def granted(host_id: int) -> Iterator[AccessView | None]:
+    """A host's access for the duration of the block, in which nobody can take it back; None where it has none (any more)."""
+    fields = ("host_id", "host__name", "database_role", "broker_user", "broker_password_digest")
+    with transaction.atomic():
+        rows = (
+            HostAccess.objects.select_for_update(of=("self",))
+            .filter(host_id=host_id)
+            .exclude(broker_password_digest="")
+        )
+        row = rows.values_list(*fields).first()
+        yield None if row is None else AccessView(*row)
+
+
+def take_back(host_id: int) -> bool:
+    """From now on nobody makes the host's broker user again; False when it had been taken back already.
+
+    The row stays: it says that the host had joined.
+    """
+    rows = HostAccess.objects.filter(host_id=host_id).exclude(broker_password_digest="")
+    return bool(rows.update(broker_password_digest=""))
 
 
 def access_of(host_id: int) -> AccessView | None:

@@ -8,7 +8,7 @@ from django.db.models import QuerySet
 from django.http import HttpRequest
 from unfold.admin import ModelAdmin, TabularInline
 
-from pools import device_limits, gpu_minutes, join_tokens, services
+from pools import device_limits, gpu_minutes, host_services, join_tokens, services
 from pools.choices import HostDuty
 from pools.errors import PoolError
 from pools.models import Gpu, GpuMinute, Host, JoinToken, Reservation
@@ -45,6 +45,11 @@ class HostAdmin(ReadOnlyAdmin):
     search_fields = ["name", "address"]
     inlines = [GpuInline]
     actions = ["drain", "activate", "retire"]
+
+    def has_delete_permission(self, request: HttpRequest, obj: Host | None = None) -> bool:
+        """Only what can let nobody in any more: a host's role and broker user go when it retires, not with its row."""
+        allowed = super().has_delete_permission(request, obj)
+        return allowed and obj is not None and host_services.may_be_deleted(obj.pk)
 
     @admin.display(description="release")
     def release(self, host: Host) -> str:

@@ -203,6 +203,12 @@ def finish_retirement(host_id: int) -> bool:
     return bool(left)
 
 
+def may_be_deleted(host_id: int) -> bool:
+    """Whether nothing of a host is left but its row: it has retired, or it never joined and is lost."""
+    gone = Q(duty=HostDuty.RETIRED) | Q(state=HostState.LOST, access__isnull=True)
+    return Host.objects.filter(gone, pk=host_id).exists()
+
+
 def retiring_hosts() -> list[tuple[int, str]]:
     """Primary keys and names of the hosts that are to leave."""
     return list(Host.objects.filter(duty=HostDuty.RETIRING).values_list("pk", "name"))

@@ -32,7 +32,7 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.utils._headers import build_hf_headers
 
 from pools.errors import DownloadFailed, HubFileUnknown
-from pools.model_reference import HubReference
+from pools.model_reference import HubReference, is_plain_path
 
 BytesDone = Callable[[int], None]
 
@@ -66,6 +66,9 @@ def look_up(reference: HubReference) -> HubFile:
     """The file that the reference names, as the hub has it now. Raises HubFileUnknown, DownloadFailed."""
     with _told_plainly(str(reference)):
         name = reference.file or _file_of_quant(reference)
+        if not is_plain_path(name):
+            # A hub may list what it likes; the file is written where its name says.
+            raise HubFileUnknown(f"{name!r} is no name that a file can have here")
         if _PART.search(name):
             raise HubFileUnknown(f"{name} is a part of a model that was split; Hydra takes whole files")
         url = hf_hub_url(reference.repo, name, revision=reference.revision)

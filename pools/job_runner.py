@@ -34,17 +34,19 @@ def run(job: JobView) -> None:
             command(job, home),
             PROJECT_DIR,
             logs / f"job-{job.id}.log",
-            lambda stage, done, total: worker_state.should_stop is None and jobs.progress(job.id, stage, done, total),
+            lambda stage, done, total: (
+                worker_state.should_stop is None and jobs.progress(job.id, stage, done, total, attempt=job.attempt)
+            ),
         )
     except OSError as error:
-        jobs.fail(job.id, f"its process could not be started: {error}")
+        jobs.fail(job.id, f"its process could not be started: {error}", attempt=job.attempt)
         return
     if outcome.stopped:
-        jobs.put_back(job.id)  # nothing happens to a row that was cancelled
+        jobs.put_back(job.id, attempt=job.attempt)  # nothing happens to a row that was cancelled
     elif outcome.code:
-        jobs.fail(job.id, *complaint(outcome))
+        jobs.fail(job.id, *complaint(outcome), attempt=job.attempt)
     elif job.kind == JobKind.BUILD:
-        jobs.finish(job.id, outcome.last)
+        jobs.finish(job.id, outcome.last, attempt=job.attempt)
     else:
         _take_in(job, outcome.last, home / "models")
 
@@ -52,9 +54,9 @@ def run(job: JobView) -> None:
 def command(job: JobView, home: Path) -> list[str]:
     """The process that does it."""
     if job.kind == JobKind.BUILD:
-        archs = [argument for arch in job.subject.split() for argument in ("--arch", arch)]
+        archs = [argument for arch in job.reference.split() for argument in ("--arch", arch)]
         return [sys.executable, "-m", "native.build_native", "--json", "--home", str(home), *archs]
-    return [sys.executable, "-m", "pools.fetch", job.subject, str(home / "models")]
+    return [sys.executable, "-m", "pools.fetch", job.reference, str(home / "models")]
 
 
 def complaint(outcome: Outcome) -> tuple[str, str]:
@@ -70,11 +72,11 @@ def _take_in(job: JobView, last: dict[str, Any], models_dir: Path) -> None:
         fetched = Fetched(**last)
         register(fetched, job.host, job.name, models_dir)
     except TypeError:
-        jobs.fail(job.id, f"the download's last word was {last!r}")
+        jobs.fail(job.id, f"the download's last word was {last!r}", attempt=job.attempt)
     except CatalogueError as error:
-        jobs.fail(job.id, error.message, error.hint)
+        jobs.fail(job.id, error.message, error.hint, attempt=job.attempt)
     else:
-        jobs.finish(job.id, last)
+        jobs.finish(job.id, last, attempt=job.attempt)
 
 
 def register(fetched: Fetched, host_name: str, name: str, models_dir: Path) -> str:

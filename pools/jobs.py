@@ -5,7 +5,7 @@ sweep sends again what is due. Times and ages are the database's.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from kombu.exceptions import OperationalError as BrokerError
 from pools.choices import OPEN_JOBS, JobKind, JobState
 from pools.errors import HostUnknown
 from pools.events import publish_on_commit
+from pools.model_reference import without_query
 from pools.models import Host, Job
 
 # A running job tells at least every few seconds; after so long its process is gone.
@@ -35,7 +36,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as pages and its head see it. `done` of `total`: steps of a build, bytes of a download; total 0: not known yet."""
+    """A job as pages and its head see it. `done` of `total`: steps of a build, bytes of a download; total 0: not known yet.
+
+    `subject` is what pages show; `reference` is the whole of it, which may be a signed URL. `attempt` is the run that was
+    claimed: one that fell silent, was put back and goes on after all must not write into the next.
+    """
 
     id: int
     host: str
@@ -52,6 +57,8 @@ class JobView:
     created_at: datetime
     started_at: datetime | None
     ended_at: datetime | None
+    reference: str = field(default="", repr=False)
+    attempt: int = 0
 
     @property
     def percent(self) -> float | None:
@@ -95,24 +102,26 @@ def claim(job_id: int, host_name: str) -> JobView | None:
     return _view(Job.objects.select_related("host").get(pk=job_id))
 
 
-def progress(job_id: int, stage: str, done: int, total: int) -> bool:
-    """Write how far it is. False: it does not run any more, since somebody cancelled it; its process must end."""
+def progress(job_id: int, stage: str, done: int, total: int, *, attempt: int | None = None) -> bool:
+    """Write how far it is. False: it does not run any more (of `attempt`: not that run of it); its process must end."""
     with transaction.atomic():
-        running = Job.objects.filter(pk=job_id, state=JobState.RUNNING)
+        running = Job.objects.filter(_run(attempt), pk=job_id, state=JobState.RUNNING)
         if not running.update(stage=stage[:40], done=done, total=total, seen_at=Now()):
             return False
         publish_on_commit("job", job_id)
     return True
 
 
-def finish(job_id: int, result: dict[str, Any]) -> bool:
+def finish(job_id: int, result: dict[str, Any], *, attempt: int | None = None) -> bool:
     """It is done."""
-    return _end(job_id, JobState.DONE, result=result, done=F("total"), stage="", message="", hint="")
+    return _end(
+        job_id, JobState.DONE, also=_run(attempt), result=result, done=F("total"), stage="", message="", hint=""
+    )
 
 
-def fail(job_id: int, message: str, hint: str = "") -> bool:
+def fail(job_id: int, message: str, hint: str = "", *, attempt: int | None = None) -> bool:
     """It cannot be done; a person may ask again."""
-    return _end(job_id, JobState.FAILED, message=message[-MAX_MESSAGE_CHARS:], hint=hint[:500])
+    return _end(job_id, JobState.FAILED, also=_run(attempt), message=message[-MAX_MESSAGE_CHARS:], hint=hint[:500])
 
 
 def cancel(job_id: int) -> bool:
@@ -120,10 +129,14 @@ def cancel(job_id: int) -> bool:
     return _end(job_id, JobState.CANCELLED, OPEN_JOBS)
 
 
-def put_back(job_id: int) -> bool:
+def put_back(job_id: int, *, attempt: int | None = None) -> bool:
     """Its head stops: the job waits for the next one."""
+    return _put_back(job_id, _run(attempt))
+
+
+def _put_back(job_id: int, also: Q) -> bool:
     with transaction.atomic():
-        if not Job.objects.filter(pk=job_id, state=JobState.RUNNING).update(
+        if not Job.objects.filter(also, pk=job_id, state=JobState.RUNNING).update(
             state=JobState.QUEUED, stage="", sent_at=None
         ):
             return False
@@ -137,10 +150,14 @@ def sweep() -> int:
     Jobs that ended KEPT_DAYS ago are forgotten.
     """
     Job.objects.filter(ended_at__lt=Now() - timedelta(days=KEPT_DAYS)).delete()
-    silent = Job.objects.filter(state=JobState.RUNNING, seen_at__lt=Now() - timedelta(seconds=SILENT_S))
+    silent = Q(seen_at__lt=Now() - timedelta(seconds=SILENT_S))
     steps = 0
-    for pk, attempts in silent.values_list("pk", "attempts"):
-        steps += fail(pk, "its head stopped, again and again") if attempts >= MAX_ATTEMPTS else put_back(pk)
+    for pk, attempts in Job.objects.filter(silent, state=JobState.RUNNING).values_list("pk", "attempts"):
+        # Still silent when it is written: it may have told something since.
+        if attempts < MAX_ATTEMPTS:
+            steps += _put_back(pk, silent)
+        else:
+            steps += _end(pk, JobState.FAILED, also=silent, message="its head stopped, again and again")
     unsent = Q(sent_at=None) | Q(sent_at__lt=Now() - timedelta(seconds=RESEND_S))
     due = Job.objects.filter(unsent, state=JobState.QUEUED)
     for pk, host_name in due.values_list("pk", "host__name"):
@@ -173,9 +190,20 @@ def job_views(host_name: str | None = None, *, only_open: bool = False) -> tuple
     return tuple(_view(job) for job in jobs[:SHOWN_JOBS])
 
 
-def _end(job_id: int, state: JobState, of: tuple[JobState, ...] = (JobState.RUNNING,), **values: Any) -> bool:
+def _run(attempt: int | None) -> Q:
+    return Q() if attempt is None else Q(attempts=attempt)
+
+
+def _end(
+    job_id: int,
+    state: JobState,
+    of: tuple[JobState, ...] = (JobState.RUNNING,),
+    *,
+    also: Q | None = None,
+    **values: Any,
+) -> bool:
     with transaction.atomic():
-        if not Job.objects.filter(pk=job_id, state__in=of).update(state=state, ended_at=Now(), **values):
+        if not Job.objects.filter(also or Q(), pk=job_id, state__in=of).update(state=state, ended_at=Now(), **values):
             return False
         publish_on_commit("job", job_id)
     logger.info("job %d: %s", job_id, state.value)
@@ -194,7 +222,7 @@ def _view(job: Job) -> JobView:
         id=job.pk,
         host=job.host.name,
         kind=job.kind,
-        subject=job.subject,
+        subject=without_query(job.subject),
         name=job.name,
         state=job.state,
         stage=job.stage,
@@ -206,4 +234,6 @@ def _view(job: Job) -> JobView:
         created_at=job.created_at,
         started_at=job.started_at,
         ended_at=job.ended_at,
+        reference=job.subject,
+        attempt=job.attempts,
     )

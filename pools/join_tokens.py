@@ -77,8 +77,11 @@ def redeem(token: str, host_name: str, address: str) -> int:
         alive = Q(state=HostState.UP, last_seen_at__gt=Now() - timedelta(seconds=LOST_AFTER_S))
         # Only a host that joined, and is not heard of any more, gives its name away.
         free = Host.objects.filter(pk=host.pk).exclude(alive & ~Q(duty=HostDuty.RETIRED))
-        if not made and not free.filter(access__isnull=False).exists():
-            raise HostNameTaken(f"The name {host_name} belongs to another host of the pool.")
+        if not made:
+            # A join in the condition would make the UPDATE one over a subquery, which checks the row no second time.
+            pk = free.filter(access__isnull=False).select_for_update(of=("self",)).values_list("pk", flat=True).first()
+            if pk is None:
+                raise HostNameTaken(f"The name {host_name} belongs to another host of the pool.")
         Host.objects.filter(pk=host.pk).update(
             address=address, duty=HostDuty.ACTIVE, duty_since=Now(), state=HostState.LOST
         )

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 MAX_REFERENCE_CHARS = 600  # it is a key of rows
+MAX_FILE_NAME_BYTES = 200  # partial files and locks get longer ones
 _REPOSITORY = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
 _HUB = re.compile(
     rf"hf:(?P<repo>{_REPOSITORY})(?:/(?P<file>[^@:]+\.gguf)|:(?P<quant>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
@@ -94,11 +95,26 @@ def parse_reference(text: str) -> Reference:
 def parse_hub(text: str) -> HubReference:
     """A reference that begins with hf:. Raises ReferenceInvalid."""
     match = _HUB.fullmatch(text)
-    if match is None or ".." in text.split("/"):
+    if match is None or not (is_plain_path(match["file"] or "x") and is_plain_path(match["revision"] or "x")):
         raise ReferenceInvalid(
             f"{text!r} is not of the form hf:owner/repository/file.gguf or hf:owner/repository:QUANT"
         )
     return HubReference(match["repo"], match["file"] or "", match["quant"] or "", match["revision"] or "main")
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether a hub's name of a file leads to a place below the folder that it is put under, on every kind of machine."""
+    parts = path.split("/")
+    return (
+        path.isprintable()
+        and "\\" not in path
+        and all(part not in ("", ".", "..") and len(part.encode()) <= MAX_FILE_NAME_BYTES for part in parts)
+    )
+
+
+def without_query(text: str) -> str:
+    """A reference as pages and messages show it: what follows a URL's path may be a signature that opens the file."""
+    return text.partition("?")[0] + "?…" if re.match(r"https?://", text) and "?" in text else text
 
 
 def _url(text: str) -> UrlReference | HubReference:
@@ -107,10 +123,13 @@ def _url(text: str) -> UrlReference | HubReference:
         named = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         named = False
+    if named and (parts.username is not None or parts.password is not None):
+        # It would stand in rows and on pages.
+        raise ReferenceInvalid("a URL must not carry a user or a password")
     reference = UrlReference(text)
     if named and parts.hostname == HUB_HOST and (page := _HUB_PAGE.fullmatch(unquote(parts.path))):
         # What a browser shows of a file: the hub tells its digest only by the other way.
         return parse_hub(f"hf:{page['repo']}/{page['file']}@{page['revision']}")
-    if not named or not reference.file_name.endswith(".gguf"):
+    if not named or not reference.file_name.endswith(".gguf") or not is_plain_path(reference.file_name):
         raise ReferenceInvalid(f"{text!r} is no URL of a .gguf file")
     return reference

@@ -10,6 +10,7 @@ from django.db.models.functions import Now
 from pools.chat_template import MAX_TEMPLATE_CHARS, TemplateUnreadable, template_abilities
 from pools.choices import OPEN_JOBS, GpuKind, HostDuty, HostState, JobKind, JobState, KvType, Pooling, Speculation
 from pools.generation_defaults import GenerationDefaults
+from pools.model_reference import without_query
 
 
 class Host(models.Model):
@@ -352,4 +353,4 @@ class Job(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.get_kind_display()} {self.subject}"
+        return f"{self.get_kind_display()} {without_query(self.subject)}"

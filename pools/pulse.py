@@ -47,10 +47,13 @@ class Pulse(threading.Thread):
         beat_due = due
         try:
             while not self._stopped.wait(max(0.0, due - time.monotonic())):
-                self.sample(datetime.now(UTC))
-                if time.monotonic() >= beat_due:
-                    self.beat()
-                    beat_due = time.monotonic() + BEAT_S - SAMPLE_S / 2
+                try:
+                    self.sample(datetime.now(UTC))
+                    if time.monotonic() >= beat_due:
+                        beat_due = time.monotonic() + BEAT_S - SAMPLE_S / 2
+                        self.beat()
+                except Exception as error:  # noqa: BLE001 a reading that nobody foresaw must not make the host look lost
+                    self._tell("a beat of the host's pulse failed", error, exc_info=error)
                 # After a long stall the lost seconds are left out, not made up for.
                 due = max(due + SAMPLE_S, time.monotonic())
         finally:
@@ -79,6 +82,8 @@ class Pulse(threading.Thread):
 
     def beat(self) -> None:
         """Write the latest sample and the minutes that wait. A database that is away is told of once a minute."""
+        if not self.ring:
+            return
         try:
             host_services.record_beat(self._host_name, self.ring[-1][1])
             minutes = list(self._waiting)
@@ -87,9 +92,12 @@ class Pulse(threading.Thread):
                 self._waiting.popleft()
         except DatabaseError as error:
             connection.close()
-            if time.monotonic() - self._told_at > LOG_EVERY_S:
-                self._told_at = time.monotonic()
-                logger.warning("the host's pulse cannot be written, the database does not answer: %s", error)
+            self._tell("the host's pulse cannot be written, the database does not answer", error)
+
+    def _tell(self, words: str, error: Exception, exc_info: Exception | None = None) -> None:
+        if time.monotonic() - self._told_at > LOG_EVERY_S:
+            self._told_at = time.monotonic()
+            logger.warning("%s: %s", words, error, exc_info=exc_info)
 
 
 _pulse: Pulse | None = None

@@ -9,7 +9,7 @@ kept waiting by a dead owner for longer than the lease was asked for.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -102,6 +102,12 @@ def held(resource: str, owner: str, ttl_s: float, purpose: str = "") -> Iterator
 def holder_of(resource: str) -> ReservationView | None:
     """Who has `resource` now; None when it is free."""
     return next(iter(_views(Q(resource=resource, expires_at__gt=Now()))), None)
+
+
+def held_of(resources: Iterable[str]) -> frozenset[str]:
+    """Those of `resources` that somebody has now; one question for all."""
+    held = Reservation.objects.filter(resource__in=list(resources), expires_at__gt=Now())
+    return frozenset(held.values_list("resource", flat=True))
 
 
 def reservations() -> list[ReservationView]:

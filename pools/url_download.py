@@ -8,8 +8,10 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pools.errors import DownloadFailed, HubFileUnknown
+from pools.model_reference import without_query
 
 BytesDone = Callable[[int], None]
 
@@ -27,6 +29,19 @@ class UrlFile:
     validator: str
 
 
+class _SameKind(urllib.request.HTTPRedirectHandler):
+    """Follows redirects over HTTP only, and from HTTPS to nothing less."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        allowed = ("https://",) if req.full_url.startswith("https://") else ("https://", "http://")
+        if not newurl.lower().startswith(allowed):
+            raise urllib.error.URLError(f"it redirects to {without_query(newurl)!r}")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+_opener = urllib.request.build_opener(_SameKind)
+
+
 def look_up(url: str) -> UrlFile:
     """Asks for the file without fetching it. Raises HubFileUnknown, DownloadFailed."""
     with _open(urllib.request.Request(url, method="HEAD"), url) as answer:
@@ -35,7 +50,7 @@ def look_up(url: str) -> UrlFile:
         tag = answer.headers.get("ETag", "")
         validator = "" if tag.startswith("W/") else tag or answer.headers.get("Last-Modified", "")
     if not length.isdecimal() or not int(length):
-        raise DownloadFailed(f"{url} does not tell its size")
+        raise DownloadFailed(f"{without_query(url)} does not tell its size")
     return UrlFile(url, int(length), validator)
 
 
@@ -51,7 +66,7 @@ def fetch(file: UrlFile, partial: Path, on_bytes: BytesDone) -> None:
                 raise
     if _size(partial) != file.size_bytes:
         partial.unlink()
-        raise DownloadFailed(f"{file.url} brought other than {file.size_bytes:,} bytes")
+        raise DownloadFailed(f"{without_query(file.url)} brought other than {file.size_bytes:,} bytes")
 
 
 def _fetch_rest(file: UrlFile, partial: Path, on_bytes: BytesDone) -> None:
@@ -71,21 +86,22 @@ def _fetch_rest(file: UrlFile, partial: Path, on_bytes: BytesDone) -> None:
                 done += len(chunk)
                 on_bytes(done)
         except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
-            raise DownloadFailed(f"{file.url} broke off: {error!r}") from error
+            raise DownloadFailed(f"{without_query(file.url)} broke off: {error!r}") from error
     if done < file.size_bytes:
-        raise DownloadFailed(f"{file.url} broke off after {done:,} of {file.size_bytes:,} bytes")
+        raise DownloadFailed(f"{without_query(file.url)} broke off after {done:,} of {file.size_bytes:,} bytes")
 
 
 def _open(request: urllib.request.Request, url: str) -> http.client.HTTPResponse:
+    named = without_query(url)
     try:
-        answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        answer: http.client.HTTPResponse = _opener.open(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in (404, 410):
-            raise HubFileUnknown(f"there is no {url}") from None
-        raise DownloadFailed(f"{url} was answered with {error.code}") from None
+            raise HubFileUnknown(f"there is no {named}") from None
+        raise DownloadFailed(f"{named} was answered with {error.code}") from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        raise DownloadFailed(f"{url} cannot be reached: {error}") from error
+        raise DownloadFailed(f"{named} cannot be reached: {error}") from error
     return answer
 
 

@@ -8,10 +8,11 @@ from django.contrib import admin, messages
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from unfold.admin import ModelAdmin
+from unfold.forms import ActionForm
 
 from engines.errors import EngineError
 from sessions import lifecycle, services, snapshots
-from sessions.models import ApiKey, ChatSession, Snapshot, Turn
+from sessions.models import ApiKey, ChatSession, Handoff, Snapshot, Turn
 
 
 class NewKeyForm(forms.ModelForm):
@@ -65,6 +66,12 @@ class RecordAdmin(ModelAdmin):
         return False
 
 
+class TargetForm(ActionForm):
+    """The engine for the action `move`."""
+
+    engine = forms.CharField(required=False, max_length=63, label="Engine")
+
+
 @admin.register(ChatSession)
 class ChatSessionAdmin(RecordAdmin):
     list_display = [
@@ -81,7 +88,8 @@ class ChatSessionAdmin(RecordAdmin):
     search_fields = ["title"]
     list_select_related = ["engine"]
     date_hierarchy = "last_active_at"
-    actions = ["park", "resume"]
+    actions = ["park", "resume", "move"]
+    action_form = TargetForm
 
     @admin.action(permissions=["delete"], description="Park: save to the store and free the slot")
     def park(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
@@ -90,6 +98,17 @@ class ChatSessionAdmin(RecordAdmin):
     @admin.action(permissions=["delete"], description="Resume anywhere: the router chooses for the next turn")
     def resume(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
         self._each(request, chosen, lifecycle.resume, "will go on where it costs least")
+
+    @admin.action(
+        permissions=["delete"], description="Move to the engine chosen beside, also in the middle of an answer"
+    )
+    def move(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
+        name = request.POST.get("engine", "")
+
+        async def act(scope: str | None, session: str) -> Any:
+            return await lifecycle.migrate(scope, session, name)
+
+        self._each(request, chosen, act, f"moved to {name}")
 
     def _each(self, request: HttpRequest, chosen: QuerySet[ChatSession], act: Any, done: str) -> None:
         count = 0
@@ -122,6 +141,30 @@ class SnapshotAdmin(RecordAdmin):
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Snapshot]) -> None:
         snapshots.delete_snapshots(queryset.values_list("pk", flat=True))
+
+
+@admin.register(Handoff)
+class HandoffAdmin(RecordAdmin):
+    list_display = [
+        "__str__",
+        "chat",
+        "source",
+        "target",
+        "state",
+        "kind",
+        "tokens",
+        "sent_bytes",
+        "skipped_bytes",
+        "mb_per_s",
+        "pause_ms",
+        "pause_steps",
+        "reason",
+        "created_at",
+    ]
+    list_filter = ["state", "kind", "source", "target"]
+    search_fields = ["reason", "request_id"]
+    list_select_related = ["chat", "source", "target"]
+    date_hierarchy = "created_at"
 
 
 @admin.register(Turn)

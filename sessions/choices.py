@@ -13,3 +13,10 @@ class TurnState(models.TextChoices):
     DONE = "done", "done"
     FAILED = "failed", "failed"
     CANCELLED = "cancelled", "cancelled"
+
+
+class HandoffState(models.TextChoices):
+    PLANNED = "planned", "planned"
+    RUNNING = "running", "running"
+    COMMITTED = "committed", "committed"
+    FAILED = "failed", "failed"

@@ -7,14 +7,17 @@ that no engine is known to hold, one question to the database.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from django.db import Error as DatabaseError
+
 from engines import loading
 from engines.errors import NoEngineReady
 from engines.services import EngineEndpoint
-from pools.db import in_db
+from pools.db import in_db_within
 from pools.router import Routed, route
 from pools.router_plan import Reason
 from pools.router_views import Mode, RequestView, SnapshotView
@@ -29,12 +32,18 @@ from sessions.session_places import SessionPlaces
 # How long an engine that came up may wait for its first request while others serve.
 READY_CACHE_S = 1.0
 MAX_CACHED_MODELS = 256
+# A database that is away or frozen: engines that were ready so lately are asked all the same, and judge themselves.
+OUTAGE_S = 120.0
+DATABASE_PATIENCE_S = 2.0
+FIRST_PATIENCE_S = 10.0
 # What an engine gives a request by itself; waiting, failing over and answering share it.
 REQUEST_BUDGET_S = 1800.0
 # An engine is left out for want of room only where a guess is that much too long; else it judges itself.
 SURE_SHARE = 0.7
 # Engines whose line a request may join, beside its slots, where an engine has not told its bound.
 USUAL_QUEUE_LIMIT = 64
+
+logger = logging.getLogger(__name__)
 
 
 class ReadyEngines:
@@ -57,7 +66,16 @@ class ReadyEngines:
         if known is not None and time.monotonic() - known[1] < READY_CACHE_S:
             return known[0]
         asked_s, times_forgotten = time.monotonic(), self._times_forgotten
-        endpoints = await in_db(loading.engines_for, model_name)
+        usable = known is not None and asked_s - known[1] < OUTAGE_S
+        try:
+            # Placing a model that nobody serves takes longer than looking up who does.
+            patience_s = DATABASE_PATIENCE_S if usable else FIRST_PATIENCE_S
+            endpoints = await in_db_within(patience_s, loading.engines_for, model_name)
+        except DatabaseError as error:
+            if known is None or not usable or times_forgotten != self._times_forgotten:
+                raise
+            logger.warning("the database does not answer, going by the engines of before: %s", error)
+            return known[0]
         if len(self._known) >= MAX_CACHED_MODELS:
             self._known.clear()
         # An answer that was on its way while somebody found an engine gone may still name that engine.

@@ -15,6 +15,7 @@ from django.db import Error as DatabaseError
 from engines.services import EngineEndpoint
 from pools.db import in_db
 from sessions import leases
+from sessions.lease_line import LeaseLine
 from sessions.leases import LEASE_S, Lease, Wanted
 
 PROLONG_EVERY_S = LEASE_S / 3
@@ -41,8 +42,10 @@ class LeaseDesk:
 
     def __init__(self) -> None:
         self.owner = process_name()
+        self.line = LeaseLine()
         self._held: set[uuid.UUID] = set()
         self._done: list[uuid.UUID] = []
+        self._writing: set[asyncio.Future[Lease]] = set()
         self._releasing: asyncio.Task[None] | None = None
         self._prolonging: asyncio.Task[None] | None = None
 
@@ -58,7 +61,10 @@ class LeaseDesk:
         limits: Sequence[int],
         idempotency: str = "",
     ) -> Lease:
-        """A place on the first of `endpoints` that has one, or on the engine where the session runs. Always `release` it."""
+        """A place on the first of `endpoints` that has one, or on the engine where the session runs. Always `release` it.
+
+        A request that goes on to another engine asks again without releasing first: its lease moves, and is never two or none.
+        """
         wanted = Wanted(
             request_id,
             session,
@@ -67,14 +73,17 @@ class LeaseDesk:
             tuple(limits),
             idempotency,
         )
-        writing = asyncio.ensure_future(in_db(leases.acquire, wanted))
+        writing = asyncio.ensure_future(self._write(wanted))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        moves = request_id in self._held
         self._held.add(request_id)
         try:
             async with asyncio.timeout(DATABASE_PATIENCE_S):
                 lease: Lease = await asyncio.shield(writing)
         except (DatabaseError, TimeoutError) as error:
             logger.warning("no lease could be written, going on without: %s: %s", type(error).__name__, error)
-            writing.add_done_callback(_look_at)
+            writing.add_done_callback(lambda written: _look_at(written) or self._written_late(request_id))
             return Lease("leased", endpoints[0].engine_id)
         except asyncio.CancelledError:
             # What is being written now must not outlive a request that has ended.
@@ -83,10 +92,21 @@ class LeaseDesk:
             raise
         if lease.outcome != "leased":
             self._held.discard(request_id)
+            if moves:
+                # What it had on the engine before.
+                self._give_back(request_id)
             return lease
         if self._prolonging is None:
             self._prolonging = asyncio.create_task(self._prolong(), name="leases-prolong")
         return lease
+
+    async def _write(self, wanted: Wanted) -> Lease:
+        try:
+            lease = await self.line.acquire(wanted)
+        except DatabaseError as error:
+            logger.info("%s", error)
+            lease = None
+        return lease or await in_db(leases.acquire, wanted)
 
     def release(self, request_id: uuid.UUID) -> None:
         """Give a place back, whatever became of it. Safe to call again; it is written in the background, many at once."""
@@ -94,6 +114,10 @@ class LeaseDesk:
             return
         self._held.discard(request_id)
         self._give_back(request_id)
+
+    def _written_late(self, request_id: uuid.UUID) -> None:
+        if request_id not in self._held:
+            self._give_back(request_id)
 
     def _give_back(self, request_id: uuid.UUID) -> None:
         self._done.append(request_id)
@@ -107,14 +131,15 @@ class LeaseDesk:
                 task.cancel()
         try:
             async with asyncio.timeout(timeout_s):
+                await self.line.close()
                 await in_db(leases.release_all, self.owner)
         except (DatabaseError, TimeoutError) as error:
             logger.warning("leases are left to end by themselves: %s: %s", type(error).__name__, error)
 
     async def settled(self) -> None:
-        """Returns once all that was given back is written."""
-        while self._releasing is not None:
-            await asyncio.wait([self._releasing])
+        """Returns once all that was asked for and given back is written."""
+        while under_way := [*self._writing, *([self._releasing] if self._releasing is not None else [])]:
+            await asyncio.wait(under_way)
 
     async def _release(self) -> None:
         try:

@@ -20,6 +20,7 @@ from django.db.models.functions import Now
 from sessions.models import SlotLease
 
 LEASE_S = 60.0
+ACQUIRE = "SELECT outcome, leased_engine, others FROM hydra_lease(%s, %s, %s, %s::bigint[], %s::integer[], %s, %s)"
 Outcome = Literal["leased", "busy", "duplicate"]
 
 
@@ -50,20 +51,22 @@ class Lease:
 def acquire(wanted: Wanted) -> Lease:
     """One round trip. The lease lasts LEASE_S unless it is prolonged."""
     with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT outcome, leased_engine, others FROM hydra_lease(%s, %s, %s, %s, %s, %s, %s)",
-            [
-                wanted.request_id,
-                wanted.session,
-                wanted.owner,
-                list(wanted.engine_ids),
-                list(wanted.limits),
-                wanted.idempotency,
-                timedelta(seconds=LEASE_S),
-            ],
-        )
+        cursor.execute(ACQUIRE, arguments(wanted))
         outcome, engine_id, others = cursor.fetchone()
     return Lease(outcome, engine_id, others)
+
+
+def arguments(wanted: Wanted) -> list[object]:
+    """What ACQUIRE is executed with."""
+    return [
+        wanted.request_id,
+        wanted.session,
+        wanted.owner,
+        list(wanted.engine_ids),
+        list(wanted.limits),
+        wanted.idempotency,
+        timedelta(seconds=LEASE_S),
+    ]
 
 
 def release(request_ids: Sequence[uuid.UUID]) -> int:

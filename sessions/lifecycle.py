@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from django.db.models import Q
+
 from engines import loading
 from engines import services as engines
 from engines.client import EngineClient
@@ -19,14 +21,20 @@ from engines.errors import EngineError, EngineUnreachable, ModelNotFound, NoEngi
 from engines.services import EngineEndpoint
 from engines.wire_store import SnapshotEntry
 from pools.db import in_db
-from sessions import services, snapshots
+from sessions import handoffs, services, snapshots
+from sessions.choices import HandoffState
 from sessions.errors import EngineRefused, SessionBusy, SessionStays, SessionUnknown
+from sessions.handoffs import HandoffView
 from sessions.relay import dispatcher
 from sessions.services import SessionDetail
 from sessions.snapshots import SnapshotView
 
 PARK_TIMEOUT_S = 60.0
 FORGET_TIMEOUT_S = 10.0
+MOVE_LOOK_S = 0.05
+# Without a worker's help the site does a move itself.
+TAKE_UP_S = 1.0
+SHOWN_MOVES = 10
 MAX_LISTED = 200
 
 
@@ -45,6 +53,7 @@ class SessionView:
     detail: SessionDetail
     holders: tuple[Holder, ...]
     snapshots: tuple[SnapshotView, ...]
+    moves: tuple[HandoffView, ...] = ()
 
     @property
     def state(self) -> str:
@@ -85,6 +94,7 @@ class SessionView:
                 }
                 for snapshot in self.snapshots
             ],
+            "moves": [move.to_dict() for move in self.moves],
         }
 
 
@@ -102,7 +112,9 @@ async def inspected(scope: str | None, session: str) -> SessionView:
     if not found:
         raise SessionUnknown("There is no session of this id.")
     held = await _held(found[0].model_name)
-    return SessionView(found[0], held.get(session, ()), await in_db(snapshots.snapshots_of, found[0].id))
+    saved = await in_db(snapshots.snapshots_of, found[0].id)
+    moves = await in_db(handoffs.views, Q(chat_id=found[0].id), SHOWN_MOVES)
+    return SessionView(found[0], held.get(session, ()), saved, moves)
 
 
 async def park(scope: str | None, session: str) -> SessionView:
@@ -136,15 +148,49 @@ async def resume(scope: str | None, session: str, engine_name: str = "") -> Sess
 
 
 async def migrate(scope: str | None, session: str, engine_name: str) -> SessionView:
-    """Park it where it is, and have its next turn go on at `engine_name`. Raises as `park` and `resume` do."""
+    """Have it go on at `engine_name`: a running request in the middle of its answer, else its next turn.
+
+    The two engines move it between them; where they cannot it is parked, for the next turn to be resumed there. Raises as `park`
+    and `resume` do.
+    """
     view = await inspected(scope, session)
     target = await _target(view, engine_name)
     elsewhere = [holder for holder in view.holders if holder.endpoint.engine_id != target.engine_id]
     if elsewhere and len(elsewhere) == len(view.holders):
-        await park(scope, session)
+        source = max(elsewhere, key=lambda holder: holder.tokens).endpoint
+        move = await _handed_over(view, source, target)
+        if move is None or move.state != HandoffState.COMMITTED:
+            await _parked_instead(scope, session, move)
     await in_db(services.move_session, view.detail.id, target.engine_id)
     _forget_here(session)
     return await inspected(scope, session)
+
+
+async def _handed_over(view: SessionView, source: EngineEndpoint, target: EngineEndpoint) -> HandoffView | None:
+    """The move at its end; None where one of the engines moves nothing."""
+    if not all([await in_db(engines.engine_rpc, engine.engine_id) for engine in (source, target)]):
+        return None
+    handoff_id = await in_db(handoffs.start, view.detail.id, source.engine_id, target.engine_id)
+    began_at = time.monotonic()
+    while True:
+        move: HandoffView = await in_db(handoffs.view, handoff_id)
+        if move.state == HandoffState.PLANNED and time.monotonic() - began_at > TAKE_UP_S:
+            move = await handoffs.run(handoff_id)
+        if not move.is_open:
+            return move
+        if time.monotonic() - began_at > handoffs.DEADLINE_S + TAKE_UP_S:
+            raise SessionBusy("The session is still being moved.")
+        await asyncio.sleep(MOVE_LOOK_S)
+
+
+async def _parked_instead(scope: str | None, session: str, move: HandoffView | None) -> None:
+    """Raises SessionBusy with the move's own reason where a request runs."""
+    try:
+        await park(scope, session)
+    except SessionBusy as error:
+        if move is None:
+            raise
+        raise SessionBusy(f"It cannot move now: {move.reason}") from error
 
 
 async def delete(scope: str | None, session: str) -> SessionView:

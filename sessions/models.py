@@ -4,7 +4,7 @@ from django.conf import settings
 from django.db import models
 from django.utils import timezone
 
-from sessions.choices import ChatSource, TurnState
+from sessions.choices import ChatSource, HandoffState, TurnState
 
 
 class ApiKey(models.Model):
@@ -156,3 +156,40 @@ class SlotLease(models.Model):
 
     def __str__(self) -> str:
         return str(self.request_id)
+
+
+class Handoff(models.Model):
+    """A conversation's move from one engine to another. Its key is the number under which the engines were granted it.
+
+    `kind` is live (a request ran) or idle. `pause_ms` is from the source's last step until the target had everything. Only
+    `sessions.handoffs` writes these rows.
+    """
+
+    chat = models.ForeignKey(ChatSession, on_delete=models.CASCADE, related_name="handoffs")
+    source = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
+    target = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
+    state = models.CharField(max_length=10, choices=HandoffState.choices, default=HandoffState.PLANNED)
+    kind = models.CharField(max_length=8, blank=True)
+    request_id = models.CharField(max_length=64, blank=True)
+    reason = models.CharField(max_length=200, blank=True, help_text="Why it failed.")
+    tokens = models.PositiveIntegerField(default=0)
+    sent_bytes = models.BigIntegerField(default=0)
+    skipped_bytes = models.BigIntegerField(default=0)
+    mb_per_s = models.FloatField(null=True, blank=True)
+    pause_ms = models.FloatField(null=True, blank=True)
+    pause_steps = models.FloatField(null=True, blank=True)
+    duration_s = models.FloatField(null=True, blank=True)
+    created_at = models.DateTimeField(default=timezone.now)
+    started_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-pk"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["chat"], condition=models.Q(state__in=["planned", "running"]), name="one_open_handoff_per_chat"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"handoff {self.pk}"

@@ -34,6 +34,9 @@ UNKNOWN_DECODE = DecodeRates(((1, 0.05), (8, 0.1)))
 # Until a link was measured: memory of the same host, and a gigabit's network.
 MEMORY_BYTES_PER_S = 1e9
 NETWORK = LinkView(1e8, 0.001)
+# How much the newest word of an engine counts, among those of its host.
+LINK_WEIGHT = 0.5
+MAX_LINKS = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class RatesBoard:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Known] = {}
+        # From a store's address to a host, by what that host's engines have told; outlives those engines.
+        self._link_speeds: dict[tuple[str, str], float] = {}
 
     async def look(self, endpoints: Sequence[EngineEndpoint]) -> None:
         """Have what is old asked for again; waits only for engines that have never answered, FIRST_WAIT_S at most."""
@@ -151,10 +156,25 @@ class RatesBoard:
             # Whoever sends a request there finds out for itself; its head looks after the engine.
             logger.debug("engine %s tells no rates: %s", endpoint.name, error)
         else:
+            self._learn_links(endpoint.host_name, known.rates, rates)
             known.rates, known.taken_s = rates, time.monotonic()
             known.sent = [entry for entry in known.sent if entry[0] > asked_s]
         finally:
             known.asking = None
+
+    def _learn_links(self, host_name: str, before: EngineRates | None, rates: EngineRates | None) -> None:
+        for address, speed in (rates.links if rates is not None else {}).items():
+            if before is not None and before.links.get(address) == speed:
+                continue  # Nothing was read from there since.
+            key = (address, host_name)
+            old = self._link_speeds.pop(key, speed)
+            self._link_speeds[key] = old + LINK_WEIGHT * (speed - old)
+            if len(self._link_speeds) > MAX_LINKS:
+                del self._link_speeds[next(iter(self._link_speeds))]
+
+    def _network(self, address: str, host_name: str) -> LinkView:
+        speed = self._link_speeds.get((address, host_name))
+        return NETWORK if speed is None else LinkView(speed, NETWORK.latency_s)
 
     def _sent(self, endpoint: EngineEndpoint) -> Sent:
         known = self._of(endpoint)
@@ -216,8 +236,11 @@ class RatesBoard:
             rates = self._of(endpoint).rates
             speed = rates.restore_bytes_per_s if rates is not None else 0.0
             for snapshot in snapshots:
-                own = snapshot.host == endpoint.host_name
-                links[snapshot.host, endpoint.host_name] = LinkView(speed or MEMORY_BYTES_PER_S) if own else NETWORK
+                links[snapshot.host, endpoint.host_name] = (
+                    LinkView(speed or MEMORY_BYTES_PER_S)
+                    if snapshot.host == endpoint.host_name
+                    else self._network(snapshot.address, endpoint.host_name)
+                )
         return links
 
 

@@ -12,19 +12,20 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import aiohttp
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
-from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, GenerationMoved
 from engines.services import EngineEndpoint
 from sessions.choices import ChatSource, TurnState
 from sessions.dispatch import NO_WISHES, Dispatched, Dispatcher, Wishes
 from sessions.engine_call import EngineCall
 from sessions.errors import EngineRefused, RequestInProgress
+from sessions.follow import FOLLOWED, FOLLOWS_HEADER, MARK, Follower
 from sessions.identity import Identity
 from sessions.lease_desk import LeaseDesk
 from sessions.per_loop import PerLoop
@@ -40,6 +41,7 @@ EVENT_STREAM = "text/event-stream"
 # Another engine may well answer what this one cannot now.
 _TRY_ANOTHER = frozenset({429, 502, 503})
 MOST_TRIES = 3
+MOST_MOVES = 16
 # Who asks, in an engine's request: nobody but the site sends these, and what a client sends under these names stays here.
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
 BUDGET_HEADER = "X-Hydra-Budget-S"
@@ -68,6 +70,7 @@ class EngineAnswer:
         self._response = response
         self._record = request.record
         self._closed = False
+        self._follower = request.follower()
 
     @property
     def is_stream(self) -> bool:
@@ -90,26 +93,55 @@ class EngineAnswer:
         return self._record.lost_frame(error)
 
     async def raw(self) -> AsyncIterator[bytes]:
-        """The answer's SSE frames as the engine wrote them, always whole; an engine that dies has an error frame for its last."""
-        pending = b""
-        try:
-            async for data in self._response.content.iter_any():
-                pending += data
-                end = pending.rfind(b"\n\n") + 2
-                if end >= 2:
-                    frames, pending = pending[:end], pending[end:]
+        """The answer's SSE frames as the engine wrote them, always whole; an engine that dies has an error frame for its last.
+
+        Where the generation moves to another engine the frames go on from there.
+        """
+        while True:
+            lost: Exception | None = None
+            try:
+                async for frames in self._frames():
                     self._record.saw(frames)
                     yield frames
-                elif len(pending) > MAX_FRAME_BYTES:
-                    raise aiohttp.ClientPayloadError("a frame without an end")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            yield self._died(error)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                lost = error
+            if not self._follower.moved and (lost is None or not self._follower.expects):
+                break
+            try:
+                await self._go_along()
+            except EngineError as error:
+                lost = lost or error
+                break
+        if lost is not None:
+            yield self._died(lost)
             return
         if self._record.is_finished:
             self._record.end(TurnState.DONE)
         else:
             # The engine ends an answer it has to give up with an error frame of its own, and then without a finish.
             self._record.end(TurnState.FAILED, "engine_error")
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        """One engine's whole frames, without those that are between it and the site."""
+        pending = b""
+        async for data in self._response.content.iter_any():
+            pending += data
+            end = pending.rfind(b"\n\n") + 2
+            if end >= 2:
+                frames, pending = pending[:end], pending[end:]
+                if MARK in frames:
+                    frames = self._follower.without_moves(frames)
+                if frames:
+                    yield frames
+            elif len(pending) > MAX_FRAME_BYTES:
+                raise aiohttp.ClientPayloadError("a frame without an end")
+
+    async def _go_along(self) -> None:
+        """Read on at the engine that the generation moved to. Raises an EngineError where it did not get there."""
+        arrived = await self._follower.arrived()
+        self._response.close()
+        self._response, self.engine = arrived.response, arrived.endpoint
+        self._request.moved_to(arrived.endpoint)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         """The answer's chunks as values, without comments and without the closing [DONE]."""
@@ -137,6 +169,7 @@ class EngineAnswer:
         if self._closed:
             return
         self._closed = True
+        self._follower.close()
         self._request.leave()
         self._record.end(TurnState.DONE if self._record.is_finished else TurnState.CANCELLED)
         if self._response.content.at_eof():
@@ -205,9 +238,25 @@ class RelayedRequest:
             raise dispatcher().busy(sent.endpoint.model_name)
         return lease.engine_id
 
+    def follower(self) -> Follower:
+        return Follower(self.call, self.request_id, lambda: _headers(self))
+
+    def moved_to(self, endpoint: EngineEndpoint) -> None:
+        """The generation goes on there; its lease's row was moved with it."""
+        board, tokens = dispatcher().board, self.sent.missing_tokens
+        board.leave(self.sent.endpoint)
+        self.sent = replace(self.sent, endpoint=endpoint)
+        board.enter(endpoint, tokens)
+        self.record.sent_to(endpoint)
+        dispatcher().places.note(self.sent.session, endpoint.engine_id, self.sent.routed.explanation.prompt_tokens)
+
+    def step_back(self) -> None:
+        """The engine did not take it. Its lease is kept: it moves to the next one, so that nobody comes in between."""
+        dispatcher().board.leave(self.sent.endpoint)
+
     def leave(self) -> None:
         """The engine is done with it."""
-        dispatcher().board.leave(self.sent.endpoint)
+        self.step_back()
         lease_desk().release(self.request_id)
         told = self.record.tokens
         dispatcher().learn(self.identity, self.call, self.sent, *told)
@@ -296,6 +345,8 @@ async def _send(request: RelayedRequest) -> aiohttp.ClientResponse:
             if response.status == 200:
                 return response
             refusal: EngineError = await _refusal(response)
+            if refusal.code == GenerationMoved.code and refusal.param:
+                return await _moved_answer(request, refusal.param)
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)
@@ -311,23 +362,19 @@ async def _send(request: RelayedRequest) -> aiohttp.ClientResponse:
         if may_go_on and refusal.http_status != 429:
             # What was known of the pool is too old to go by.
             dispatcher().lost(engine)
-        request.leave()
-        if not (may_go_on and await request.choose_another(refusal, failed)):
-            raise refusal
+        request.step_back()
+        try:
+            if not (may_go_on and await request.choose_another(refusal, failed)):
+                raise refusal
+        except BaseException:
+            lease_desk().release(request.request_id)
+            raise
     raise AssertionError("unreachable: the last try always returns or raises")
 
 
 async def _post(request: RelayedRequest) -> aiohttp.ClientResponse:
     call, sent = request.call, request.sent
-    dialect = call.dialect
-    headers = {}
-    if dialect.is_turn:
-        headers[TENANT_HEADER] = request.identity.owner.tenant
-        if sent.session:
-            headers[SESSION_HEADER] = sent.session
-        headers[BUDGET_HEADER] = f"{request.left_s:.3f}"
-        if sent.stores:
-            headers[RESUME_HEADER] = ",".join(sent.stores[:MAX_STORES])
+    dialect, headers = call.dialect, _headers(request)
     request.record.mark("sent_s")
     return await EngineClient(sent.endpoint.base_url, sent.endpoint.secret).call(
         dialect.method,
@@ -337,6 +384,38 @@ async def _post(request: RelayedRequest) -> aiohttp.ClientResponse:
         silence_s=READ_SILENCE_S if call.stream else dialect.answer_timeout_s,
         headers=headers,
     )
+
+
+def _headers(request: RelayedRequest) -> dict[str, str]:
+    dialect, sent = request.call.dialect, request.sent
+    headers: dict[str, str] = {}
+    if dialect.is_turn:
+        headers[TENANT_HEADER] = request.identity.owner.tenant
+        if sent.session:
+            headers[SESSION_HEADER] = sent.session
+        headers[BUDGET_HEADER] = f"{request.left_s:.3f}"
+        if sent.stores:
+            headers[RESUME_HEADER] = ",".join(sent.stores[:MAX_STORES])
+        if dialect.path in FOLLOWED:
+            headers[FOLLOWS_HEADER] = "1"
+    return headers
+
+
+async def _moved_answer(request: RelayedRequest, handoff: str) -> aiohttp.ClientResponse:
+    """An answer in one piece whose generation moved before it was done, from the engine where it ends."""
+    for _ in range(MOST_MOVES):
+        follower = request.follower()
+        try:
+            follower.expect(handoff)
+            arrived = await follower.arrived()
+        except GenerationMoved as moved:
+            handoff = moved.param or ""
+            continue
+        finally:
+            follower.close()
+        request.moved_to(arrived.endpoint)
+        return arrived.response
+    raise EngineUnreachable("The request moved on and on.")
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> EngineRefused:

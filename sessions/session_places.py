@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from pools.db import in_db
+from django.db import Error as DatabaseError
+
+from pools.db import in_db_within
 from sessions import services
 from sessions.services import SessionPlace
 
 MAX_PLACES = 20_000
 # Another replica, or a person, may have moved it since.
 TRUSTED_S = 30.0
+# What the rows say only makes a turn cheaper.
+PATIENCE_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,5 +55,11 @@ class SessionPlaces:
         self._known.pop(session, None)
 
     async def look_up(self, session: str) -> SessionPlace:
-        """What the rows say: its last engine, where it is wanted, and its snapshots. Nothing of one that has no row."""
-        return await in_db(services.session_place, session)
+        """What the rows say: its last engine, where it is wanted, and its snapshots. Nothing of one that has no row, or while the
+        database does not answer.
+        """
+        try:
+            return await in_db_within(PATIENCE_S, services.session_place, session)
+        except DatabaseError as error:
+            logger.warning("nobody knows where a session is, the database does not answer: %s", error)
+            return SessionPlace()

@@ -22,7 +22,8 @@ from kombu.exceptions import OperationalError as BrokerError
 from engines import store_rows
 from engines.store_calls import StoreCaller
 from engines.wire_store import SnapshotEntry
-from pools.events import publish_on_commit
+from pools.db import database_now
+from pools.events import Outage, publish_on_commit
 from sessions.models import ChatSession, Snapshot
 
 # A session's row may be on its way while its first snapshot is saved; an old one without a row belonged to a deleted session.
@@ -33,8 +34,15 @@ SESSIONS_AN_EXPIRY = 500
 MOST_EXPIRIES = 20
 _FINGERPRINT_DIGITS = 32
 _SESSION_KEY = re.compile(r"[0-9a-f]{64}")
+# What a row can hold. Manifests are written by engines of other machines: one with odd figures must not stop the sweep of all.
+_MAX_NAME_CHARS = 1024
+_MAX_TOKENS = (1 << 31) - 1
+_MAX_BYTES = (1 << 63) - 1
+_LATEST = datetime(9000, 1, 1, tzinfo=UTC).timestamp()
 
 logger = logging.getLogger(__name__)
+# A broker that does not answer is not waited for once for each host and each part of a long list.
+_outage = Outage("stores were not told what to drop, their sweeps will see it")
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,9 @@ def record(host_name: str, entries: Sequence[SnapshotEntry]) -> int:
 
 
 def _record(store_id: int, entries: Sequence[SnapshotEntry]) -> int:
-    now = timezone.now()
+    # The site records what it had parked, heads what they list: one clock must tell which came later.
+    now = database_now()
+    entries = [entry for entry in entries if _can_be_a_row(entry)]
     chats = dict(
         ChatSession.objects.filter(key_hash__in={entry.session for entry in entries}).values_list("key_hash", "pk")
     )
@@ -151,6 +161,14 @@ def _record(store_id: int, entries: Sequence[SnapshotEntry]) -> int:
     return len(new) + changed
 
 
+def _can_be_a_row(entry: SnapshotEntry) -> bool:
+    return (
+        0 < len(entry.name) <= _MAX_NAME_CHARS
+        and "\0" not in entry.name
+        and bool(_SESSION_KEY.fullmatch(entry.session))
+    )
+
+
 def _row(store_id: int, chat_id: int, entry: SnapshotEntry, now: datetime) -> Snapshot:
     fingerprint = blake3.blake3(entry.fingerprint.encode()).hexdigest()[:_FINGERPRINT_DIGITS]
     return Snapshot(
@@ -158,10 +176,11 @@ def _row(store_id: int, chat_id: int, entry: SnapshotEntry, now: datetime) -> Sn
         store_id=store_id,
         name=entry.name,
         fingerprint=fingerprint if entry.fingerprint else "",
-        tokens=max(0, entry.n_past),
-        size_bytes=max(0, entry.total_size),
+        tokens=min(max(0, entry.n_past), _MAX_TOKENS),
+        size_bytes=min(max(0, entry.total_size), _MAX_BYTES),
         has_checkpoint=entry.checkpoint,
-        saved_at=datetime.fromtimestamp(entry.modified, UTC),
+        # `min` of a NaN keeps it out, too.
+        saved_at=datetime.fromtimestamp(min(_LATEST, max(0.0, entry.modified)), UTC),
         last_seen_at=now,
     )
 
@@ -188,14 +207,15 @@ def sweep(host_name: str) -> Sweep:
     if store is None:
         # Without a store there is nothing to go on from.
         return Sweep(dropped=Snapshot.objects.filter(store__host__name=host_name).delete()[0])
-    began = timezone.now()
+    began = database_now()
     caller = StoreCaller(store.address, store.port, store.secret)
     listed = written = 0
     strangers: list[str] = []
     for page in caller.snapshots():
         listed += len(page)
         written += _record(store.store_id, page)
-        strangers += _of_deleted_sessions(page, began)
+        # How old a manifest is, its store told by the clock of this very machine.
+        strangers += _of_deleted_sessions(page, timezone.now())
     # Only now: a listing that broke off says nothing of what it did not reach.
     dropped, _ = Snapshot.objects.filter(store_id=store.store_id, last_seen_at__lt=began).delete()
     deleted = caller.delete(strangers) if strangers else 0
@@ -282,10 +302,12 @@ def _tell_on_commit(task: str, host_name: str, names: list[str]) -> None:
 
 def _tell(task: str, host_name: str, names: list[str]) -> None:
     queue = f"host.{host_name}.fast"
+    if _outage.lasts:
+        return
     try:
         current_app.send_task(task, args=[host_name, names], queue=queue, expires=COMMAND_EXPIRES_S)
     except BrokerError as error:
-        logger.warning("the store of %s was not told what to drop, its sweep will see it: %s", host_name, error)
+        _outage.tell(error)
 
 
 def forget(host_name: str, session_keys: Iterable[str]) -> int:

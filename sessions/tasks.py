@@ -6,12 +6,13 @@ Those about one host's store run on `host.<name>.fast`, next to that store; the 
 import logging
 import threading
 
+from asgiref.sync import async_to_sync
 from celery import shared_task
 from django.conf import settings
 
 from engines import store_rows
 from engines.errors import EngineError
-from sessions import leases, services, snapshots
+from sessions import handoffs, leases, services, snapshots
 
 SWEEP_EXPIRES_S = 12.0
 
@@ -87,3 +88,16 @@ def forget_sessions(host_name: str, session_keys: list[str]) -> None:
             host_name,
             error.message,
         )
+
+
+@shared_task(ignore_result=True)
+def run_handoff(handoff_id: int) -> None:
+    """Move a conversation from one engine to another, as its row says. Again: learns what came of it."""
+    async_to_sync(handoffs.run)(handoff_id)
+
+
+@shared_task(ignore_result=True)
+def sweep_handoffs() -> None:
+    """Give up moves that nobody began, and ask after those whose task died."""
+    for handoff_id in handoffs.stuck():
+        async_to_sync(handoffs.run)(handoff_id)

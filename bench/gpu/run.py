@@ -10,6 +10,7 @@ Stages (what an earlier call left in the work folder is used again):
   long-topk
   prefix        five-turn conversations
   spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
+  handoff       conversations between two engines on the card, while they write and idle, hybrid and dense, 8k to 64k tokens
   placement     memory of twenty placements, predicted and taken
   kv            states out of an engine and into another against page-locked copies, hybrid and dense, 8k and 64k tokens
 
@@ -59,11 +60,13 @@ BENCHES: dict[str, list[str]] = {
     "long-topk": ["engine", *LONG, "--sampling", "topk"],
     "prefix": ["prefix", "--rounds", "1"],
     "spec": ["spec", "--rounds", "1", "--new-tokens", "192", "--peer-form", "default+bare"],
+    "handoff": ["handoff", "--model", "synthetic:35b-a3b-kv", "--model", "synthetic:kv", "--rounds", "1"],
     "placement": ["placement"],
     "kv": ["kv", "--model", "synthetic:35b-a3b-kv,synthetic:kv", "--kv-types", "f16,q8_0", "--rounds", "4"],
 }
 KV = ["--contexts", "8192,65536", "--blocks", "0,1024", "--gpu-layers=-1", "--threads", "8"]
 KV_BUDGET_S = 85.0
+HANDOFF_BUDGET_S = 60.0
 ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=512"]
 
 
@@ -211,6 +214,8 @@ def bench(name: str, call: Call) -> bool:
     """One `python -m bench …`, its output shown and kept, its details in results/NAME.json as far as it came."""
     if name == "kv":
         return bench_kv(call)
+    if name == "handoff":
+        return bench_handoff(call)
     model = f"{call.model}-drafts" if name == "spec" else call.model
     command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", model, "--logs", str(call.logs / name)]
     command += ["--out", str(call.results / f"{name}.json")]
@@ -236,6 +241,20 @@ def bench_kv(call: Call) -> bool:
     command += ["--contexts", "512", "--blocks", "0", "--rounds", "1"] if call.tiny else []
     command += ["--budget-s", str(min(KV_BUDGET_S, max(1.0, call.left_s * 0.8)))]
     return _benched("kv", command, call)
+
+
+def bench_handoff(call: Call) -> bool:
+    """Two engines on one card, on the models of `kv`."""
+    command = [sys.executable, "-m", "bench", *BENCHES["handoff"], "--logs", str(call.logs / "handoff")]
+    command += [
+        "--out",
+        str(call.results / "handoff.json"),
+        "--contexts",
+        "512,1024" if call.tiny else "8192,32768,65536",
+    ]
+    command += ON_A_CARD if call.compute_capability else ["--threads", "1"]
+    command += ["--budget-s", str(min(HANDOFF_BUDGET_S, max(1.0, call.left_s * 0.8)))]
+    return _benched("handoff", command, call)
 
 
 def _benched(name: str, command: list[str], call: Call) -> bool:

@@ -28,6 +28,7 @@ from engines.runtime.embedding_metrics import EmbeddingMetrics
 from engines.runtime.http import EngineServer
 from engines.runtime.http_embeddings import PoolingServer
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.rpc_handoffs import HandoffOperations
 from engines.runtime.rpc_server import engine_rpc
 from engines.runtime.template_process import require_compiles
 
@@ -142,7 +143,7 @@ def _rpc(config: EngineConfig, server: EngineServer | PoolingServer) -> RpcServe
     """The server of the binary protocol, which moves states; an engine that only embeds has none."""
     if not config.rpc_port or not isinstance(server, EngineServer):
         return None
-    return engine_rpc(config, server.preparation, server.desk)
+    return engine_rpc(config, server.preparation, server.desk, HandoffOperations(server.arriving, server.leaving))
 
 
 async def _until_stopped(core: EngineCore | EmbeddingCore, stop: asyncio.Event) -> None:

@@ -226,7 +226,7 @@ class EngineCore(threading.Thread):
     def _drop_ended(self) -> None:
         """Takes out whoever cancelled or ran into its deadline, waiting or running."""
         now = time.monotonic()
-        ended = self._waiting.take_ended(now)
+        ended = self._waiting.take_ended(now) + self.landing.take_ended(now)
         for slot in self.cache.busy:
             running = slot.generation
             if running and (running.cancelled or now > running.deadline_at):

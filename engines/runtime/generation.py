@@ -41,7 +41,8 @@ class Stats:
 class Piece:
     """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`.
 
-    `token_ids` were drawn since the piece before; the text of the last ones may still be held back.
+    `token_ids` were drawn since the piece before; the text of the last ones may still be held back. A piece with `moving` (a
+    handoff's id) has nothing else: the generation is about to move, and `told` is set once all before it was sent.
     """
 
     choice: int = 0
@@ -52,6 +53,8 @@ class Piece:
     error: EngineError | None = None
     stats: Stats | None = None
     token_ids: tuple[int, ...] = ()
+    moving: str = ""
+    told: asyncio.Event | None = None
 
     @property
     def is_last(self) -> bool:
@@ -123,7 +126,9 @@ class Generation:
     `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
     earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
     `spans` are the prompt's images; their ids stand in it too, an entry for each cell. Prefixes are shared within a `tenant`;
-    `system_cut` tokens of the prompt are its system prompt and tools. `incoming` is what the host's store has of the prompt.
+    `followed` says that whoever reads its stream goes along when it moves; of one that came, `continued` is the text that was
+    sent elsewhere. `system_cut` tokens of the prompt are its system prompt and tools. `incoming` is what the host's store has of
+    the prompt.
     """
 
     request_id: str
@@ -157,6 +162,9 @@ class Generation:
     session: str = ""
     system_cut: int = 0
     incoming: Incoming | None = None
+    followed: bool = False
+    continued: str | None = None
+    handoff: str = ""
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)

@@ -10,11 +10,14 @@ from aiohttp import web
 
 from engines.config import EngineConfig
 from engines.runtime.core import EngineCore
+from engines.runtime.handoff_in import ArrivingHandoffs
+from engines.runtime.handoff_out import LeavingHandoffs
 from engines.runtime.http_chat import ChatEndpoint
 from engines.runtime.http_completions import CompletionEndpoint
 from engines.runtime.http_embeddings import refusing_operations
 from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages, refuse_strangers
 from engines.runtime.http_forget import ForgetEndpoint
+from engines.runtime.http_handoff import HandoffEndpoint
 from engines.runtime.http_infill import InfillEndpoint
 from engines.runtime.http_messages import MessagesEndpoint
 from engines.runtime.http_park import ParkEndpoint
@@ -40,6 +43,8 @@ class EngineServer:
         self.preparation = Preparation(config, core)
         self.desk = StateDesk(core)
         self.parking = Parking(config, core, self.desk)
+        self.arriving = ArrivingHandoffs(self.preparation, self.desk)
+        self.leaving = LeavingHandoffs(core, self.desk)
         self.preparation.parking = self.parking if self.parking.is_on else None
 
     def operations(self) -> list[Operation]:
@@ -59,6 +64,7 @@ class EngineServer:
             *ForgetEndpoint(preparation).operations(),
             *refusing_operations(),
         ]
+        served += HandoffEndpoint(self.arriving, served).operations()
         return [*served, *DescriptionEndpoint(served).operations()]
 
     def app(self) -> web.Application:

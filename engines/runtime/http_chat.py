@@ -12,9 +12,9 @@ from engines.api_schema import ChatRequest, parse_chat_request
 from engines.runtime.answers import ChatAnswer, event
 from engines.runtime.chat_output import ChatFormat
 from engines.runtime.generation import Generation, Piece, Stats
+from engines.runtime.http_follow import origin_of
 from engines.runtime.http_stream import COMMENT_PING, collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.thinking_budget import ThinkingBudget
 
@@ -82,7 +82,7 @@ class ChatEndpoint:
         ]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        identity, origin = request_id(request), read_origin(request.headers)
+        identity, origin = request_id(request), origin_of(request)
         raw = await request.read()
         ready = await prepared_chat(self._preparation, lambda: parse_chat_request(raw), identity, "messages")
         model_name = self._preparation.config.model_name

@@ -11,11 +11,11 @@ from engines.api_constraint import constraint_spec
 from engines.runtime.completion_answer import CompletionAnswer
 from engines.runtime.fill_in_middle import fill_in_middle
 from engines.runtime.generation import Generation
+from engines.runtime.http_follow import origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.http_text import detokenize, require_known
 from engines.runtime.llama import Vocabulary
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Preparation, request_id
 
 
@@ -42,7 +42,7 @@ class CompletionEndpoint:
         ]
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        identity, origin = request_id(request), read_origin(request.headers)
+        identity, origin = request_id(request), origin_of(request)
         raw = await request.read()
         ready = await self._preparation.run(self._prepare, raw, identity)
         sampling = ready.body.sampling

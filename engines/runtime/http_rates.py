@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 
 from aiohttp import web
 
@@ -39,10 +41,16 @@ class RatesEndpoint:
         kv_group = self._desk.known_fingerprint() if self._preparation.config.store_port else ""
         parking = self._preparation.parking
         restores = parking.rates.restore_bytes_per_s if kv_group and parking is not None else 0.0
-        return web.json_response(asdict(rates_of(self._preparation.core, kv_group, restores)))
+        links = parking.rates.links if kv_group and parking is not None else {}
+        return web.json_response(asdict(rates_of(self._preparation.core, kv_group, restores, links)))
 
 
-def rates_of(core: EngineCore, kv_group: str = "", restore_bytes_per_s: float = 0.0) -> EngineRates:
+def rates_of(
+    core: EngineCore,
+    kv_group: str = "",
+    restore_bytes_per_s: float = 0.0,
+    links: Mapping[str, float] = MappingProxyType({}),
+) -> EngineRates:
     """Of a core that is ready."""
     cache, rates, config = core.cache, core.rates, core.config
     idle_tokens, idle_s = next_to_go(cache)
@@ -69,6 +77,7 @@ def rates_of(core: EngineCore, kv_group: str = "", restore_bytes_per_s: float = 
         sessions=sessions_held(cache),
         idle_tokens=idle_tokens,
         idle_s=idle_s,
+        links=dict(links),
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
+from engines.errors import GenerationMoved
 from engines.runtime.answers import event
 from engines.runtime.generation import Generation, Piece, Stats
+from engines.runtime.http_follow import move_event
 
 PING_S = 10.0
 # A client that takes nothing for so long is gone; what it holds here would stay for ever.
@@ -49,7 +51,7 @@ async def stream(
     """Writes the answer while it is made. All generations share one mailbox and have their index in it as `choice`."""
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
-    await _write(request, response, answer.opening(generations))
+    await _write(request, response, _begun(answer, generations))
     loop = asyncio.get_running_loop()
     written_at = loop.time()
     mailbox = generations[0].mailbox
@@ -57,6 +59,15 @@ async def stream(
     while len(last) < len(generations):
         frames: list[bytes] = []
         for piece in await mailbox.take(ping_s):
+            if piece.moving or piece.finish_reason == "moved":
+                await _write(request, response, b"".join(frames) + _move(piece, generations))
+                frames, written_at = [], loop.time()
+                if piece.told is not None:
+                    piece.told.set()
+                if piece.moving:
+                    continue
+                await response.write_eof()
+                return response
             frames += answer.frames(piece, generations[piece.choice])
             if piece.error is not None:
                 # An error ends the whole stream; the handler's exit cancels the other choices.
@@ -77,6 +88,21 @@ async def stream(
     return response
 
 
+def _begun(answer: StreamedAnswer, generations: Sequence[Generation]) -> bytes:
+    """The opening; of an answer that began at another engine it was sent there, as its text so far was."""
+    opening, (first, *_) = answer.opening(generations), generations
+    if first.continued is None:
+        return opening
+    answer.frames(Piece(first.choice, first.continued), first)
+    return b""
+
+
+def _move(piece: Piece, generations: Sequence[Generation]) -> bytes:
+    if piece.moving:
+        return move_event("moving", piece.moving)
+    return move_event("moved", generations[piece.choice].handoff)
+
+
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
     """Raises ConnectionResetError, and closes the connection, when the client has stopped reading for STALL_S."""
     try:
@@ -89,14 +115,24 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 
 async def collect(generations: Sequence[Generation]) -> dict[int, list[Piece]]:
-    """All pieces of each choice. Raises the first error that one of them brings."""
-    pieces: dict[int, list[Piece]] = {generation.choice: [] for generation in generations}
+    """All pieces of each choice. Raises the first error that one of them brings, and GenerationMoved."""
+    pieces: dict[int, list[Piece]] = {
+        generation.choice: [] if generation.continued is None else [Piece(generation.choice, generation.continued)]
+        for generation in generations
+    }
     unfinished = set(pieces)
     while unfinished:
         for piece in await generations[0].mailbox.take(PING_S):
+            if piece.moving:
+                if piece.told is not None:
+                    piece.told.set()
+                continue
             pieces[piece.choice].append(piece)
             if piece.error is not None:
                 raise piece.error
+            if piece.finish_reason == "moved":
+                handoff = generations[piece.choice].handoff
+                raise GenerationMoved("The request goes on at another engine.", param=handoff)
             if piece.is_last:
                 unfinished.discard(piece.choice)
     return pieces

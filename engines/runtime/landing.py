@@ -71,6 +71,13 @@ class Landing:
             self._coming.discard(generation)
             self._waiting.put_back(generation)
 
+    def take_ended(self, now: float) -> list[Generation]:
+        """Those that were cancelled or whose deadline has passed: nobody waits for them until their state is in, which then
+        stays in its slot for whoever comes next."""
+        ended = [g for g in self._coming if g.cancelled or now > g.deadline_at]
+        self._coming.difference_update(ended)
+        return ended
+
     def take_all(self) -> list[Generation]:
         coming, self._coming = list(self._coming), set()
         return coming

@@ -8,11 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from engines.runtime.handoff_in import Adopted
+
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
 BUDGET_HEADER = "X-Hydra-Budget-S"
+# Sent by a site that goes along when the generation moves to another engine.
+FOLLOWS_HEADER = "X-Hydra-Follows"
 MAX_STORES = 4
 _SESSION = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _TENANT = re.compile(r"[0-9a-fA-F]{1,64}")
@@ -35,12 +41,15 @@ NOBODY = Origin()
 @dataclass(frozen=True)
 class RequestOrigin:
     """What a request's headers say: tenant, session, other hosts' stores (address, port) that may hold its prefix, and how much
-    of the request's time is left where somebody spent some of it already."""
+    of the request's time is left where somebody spent some of it already. `follows`: whoever reads the answer goes along when
+    the generation moves; `adopted` is one that moved here, and stands in for the request's own."""
 
     tenant: str = ""
     session: str = ""
     stores: tuple[tuple[str, int], ...] = ()
     budget_s: float | None = None
+    follows: bool = False
+    adopted: Adopted | None = None
 
 
 UNKNOWN = RequestOrigin()

@@ -12,7 +12,15 @@ from collections.abc import Generator, Sequence
 from functools import partial
 
 from engines.config import EngineConfig
-from engines.errors import EngineError, EngineStopping, StateError, StoreAway
+from engines.errors import (
+    EngineError,
+    EngineStopping,
+    EngineUnreachable,
+    NotAuthenticated,
+    ProtocolBroken,
+    StateError,
+    StoreAway,
+)
 from engines.runtime.cells import common_prefix
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation
@@ -37,8 +45,12 @@ PATIENCE, MAX_RESTORE_S = 4.0, 60.0
 CLOSE_S = 2.0
 # Look-ups at once; who comes on top goes on without.
 MAX_LOOKUPS = 32
-# What another host's bytes take until it is known: a link of 1 Gbit/s.
-REMOTE_BYTES_PER_S = 1e8
+
+
+class PullBroken(StateError):
+    """Never seen by a client: another host's store went away while it sent."""
+
+    code = "pull_broken"
 
 
 class StoreEntry:
@@ -74,8 +86,10 @@ class StoreEntry:
     # --- looking --------------------------------------------------------------------------------
 
     async def look_up(self, generations: Sequence[Generation], stores: Sequence[tuple[str, int]]) -> None:
-        """Gives each generation what the store has of its prompt, if that pays. Raises nothing."""
+        """Gives each generation what the store has of its prompt, if that pays. Raises nothing. Of several prompts those go
+        without whose turn comes after a whole wait for a slow store."""
         looked: Generation | None = None
+        until = time.monotonic() + self._config.store_wait_s
         for generation in generations:
             if not generation.reuse_prefix or generation.spans or len(generation.prompt) <= MIN_TOKENS:
                 continue
@@ -83,7 +97,7 @@ class StoreEntry:
                 generation.incoming = looked.incoming  # several choices of one prompt
                 continue
             looked = generation
-            if not self._link.may_ask or self._looking >= MAX_LOOKUPS:
+            if not self._link.may_ask or self._looking >= MAX_LOOKUPS or time.monotonic() > until:
                 self._metrics.lookups.labels("away").inc()
                 continue
             self._looking += 1
@@ -130,7 +144,7 @@ class StoreEntry:
     def _at_hand(self, generation: Generation) -> int:
         """Tokens that the engine most likely has itself: a look from outside, of which the core will know better."""
         cache, prompt, best = self._core.cache, generation.prompt, 0
-        for sequence in (holder.sequence for holder in cache.holders):
+        for sequence in (lender.sequence for lender in cache.lenders):
             if sequence.origin.tenant == generation.tenant:
                 length, held = common_prefix(sequence.tokens, prompt), len(sequence)
                 best = max(best, length if cache.cuts_anywhere or length == held else 0)
@@ -162,13 +176,20 @@ class StoreEntry:
             manifest = await remote.get_manifest(name.text) if name is not None else None
         if name is None or manifest is None or name.tokens <= least:
             return False
-        expected_s = manifest.total_size / REMOTE_BYTES_PER_S + self._rates.restore_s(manifest.total_size)
+        address = f"{remote.host}:{remote.port}"
+        expected_s = self._rates.pull_s(address, manifest.total_size) + self._rates.restore_s(manifest.total_size)
         saved_s = prefill_s(self._core.rates.prefill, name.tokens, least)
         if expected_s > WORTH * saved_s:
             return False
         limit_s = min(max(self._config.store_wait_s, saved_s), MAX_RESTORE_S)
         async with asyncio.timeout(limit_s), self._link.client() as client:
-            return (await client.pull(remote, name.text)).written
+            try:
+                travelled = partial(self._rates.pulled, address)
+                return (await client.pull(remote, name.text, travelled=travelled)).written
+            except (EngineUnreachable, ProtocolBroken, NotAuthenticated) as error:
+                # Of two stores one fell away: only where this host's does not answer either, it is that one.
+                await client.store_info()
+                raise PullBroken(f"{remote.host}:{remote.port} broke off: {error}") from error
 
     # --- entering -------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from engines.errors import EngineError, RpcRefused
 from engines.runtime.park_metrics import ParkMetrics
-from engines.runtime.state_terms import SharingTerms
-from engines.runtime.store_keys import KeyChain, SnapshotName
+from engines.runtime.store_keys import SnapshotName
 from engines.runtime.store_link import StoreLink
 from engines.runtime.store_pieces import Prefix
 from engines.runtime.store_save import SavedSnapshot
@@ -72,11 +71,6 @@ class Keeping:
         self._recent.append(latest)
 
     # --- shared system prompts ------------------------------------------------------------------
-
-    def is_pinned(self, prefix: Prefix, terms: SharingTerms) -> bool:
-        """Whether a system prompt that is saved once more was pinned: it must not lose that by it."""
-        chain = KeyChain(terms.fingerprint, prefix.origin.tenant, terms.block_tokens, prefix.tokens)
-        return chain.name(len(prefix.tokens)).text in self._pins
 
     async def used(self, name: SnapshotName, manifest: Manifest) -> None:
         """A system prompt was taken up by another conversation than the one that saved it: it stays from now on."""

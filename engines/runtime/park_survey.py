@@ -153,6 +153,7 @@ def free(holding: Holding) -> Callable[[PrefixCache], Generator[None, None, bool
         for sequence in list(_own_checkpoints(cache, holding)):
             sequence.clear()
         slot.sequence.clear()
+        cache.host.unlink(slot.index)
         for entry in cache.host:
             # What was put away of it before it came back into the slot.
             if entry.origin == holding.origin and holding.tokens[: len(entry.tokens)] == entry.tokens:

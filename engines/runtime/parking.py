@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from engines.config import EngineConfig
 from engines.errors import EngineError, EngineStopping, NotServed, SessionNotHeld, SlotBusy, StateSharingOff
@@ -39,6 +40,10 @@ RETRY_S = 10.0
 LOOK_AGAIN_S = 60.0
 READY_WAIT_S = 0.5
 MAX_REMEMBERED = 4096
+# Looks at what is to be parked: it may move into host memory between a look and the save.
+LOOKS = 3
+# What is broken off may have to take leave of a store that does not answer; an engine that stops does not wait for that.
+LEAVE_S = 0.5
 
 
 class Parking:
@@ -72,7 +77,7 @@ class Parking:
     async def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-            await asyncio.wait((self._watch,))
+            await asyncio.wait((self._watch,), timeout=LEAVE_S)
         if self._entry is not None:
             await self._entry.close()
         await self._link.close()
@@ -107,36 +112,44 @@ class Parking:
         the store refuses with.
         """
         await self._require_terms()
-        return await self._park_asked(await self._core.perform(lambda cache: find(cache, slot_id)))
+        for _ in range(LOOKS):
+            with suppress(PrefixGone):
+                return await self._park(await self._core.perform(lambda cache: find(cache, slot_id)), "asked")
+        raise SlotBusy("The conversation was used again while it was being saved.")
 
     async def park_session(self, session: str) -> list[SavedSnapshot]:
         """The same for all that is held of a session, the last used first. Raises SessionNotHeld instead of SlotEmpty."""
         await self._require_terms()
-        holdings = [h for h in await self._core.perform(survey) if h.origin.session == session and session]
-        if not holdings:
-            raise SessionNotHeld("This engine holds nothing of that session.")
-        if any(holding.busy for holding in holdings):
-            raise SlotBusy("A request of the session is running.")
-        return [await self._park_asked(holding) for holding in holdings]
-
-    async def _park_asked(self, holding: Holding) -> SavedSnapshot:
-        try:
-            return await self._park(holding, "asked")
-        except PrefixGone as error:
-            raise SlotBusy("The conversation was used again while it was being saved.") from error
+        saved: list[SavedSnapshot] = []
+        for _ in range(LOOKS):
+            holdings = [h for h in await self._core.perform(survey) if h.origin.session == session and session]
+            if not holdings and not saved:
+                raise SessionNotHeld("This engine holds nothing of that session.")
+            if any(holding.busy for holding in holdings):
+                raise SlotBusy("A request of the session is running.")
+            with suppress(PrefixGone):
+                for holding in holdings:
+                    saved.append(await self._park(holding, "asked"))
+                return saved
+        raise SlotBusy("The conversation was used again while it was being saved.")
 
     async def stop(self) -> None:
-        """Saves what is held, as far as `park_stop_s` allows; before the core is stopped."""
+        """Saves what is held, as far as `park_stop_s` allows; before the core is stopped. Raises nothing."""
         if self._terms is None or not self._link.may_ask:
             return
+        saving = asyncio.ensure_future(self._save_all())
+        if (await asyncio.wait((saving,), timeout=self._config.park_stop_s))[0]:
+            return
+        log.warning("the engine stops before all conversations are saved")
+        saving.cancel()
+        await asyncio.wait((saving,), timeout=LEAVE_S)
+
+    async def _save_all(self) -> None:
         try:
-            async with asyncio.timeout(self._config.park_stop_s):
-                for holding in await self._core.perform(survey):
-                    if not holding.busy and self._done.get(holding.key) == 0.0 and not holding.whole_only:
-                        continue
-                    await self._park_quietly(holding, "stop")
-        except TimeoutError:
-            log.warning("the engine stops before all conversations are saved")
+            for holding in await self._core.perform(survey):
+                if not holding.busy and self._done.get(holding.key) == 0.0 and not holding.whole_only:
+                    continue
+                await self._park_quietly(holding, "stop")
         except EngineError as error:
             log.warning("conversations could not be saved: %s", error)
 
@@ -172,7 +185,7 @@ class Parking:
                     await self._save(holding, prefix, reason)
             else:
                 await self._park(holding, reason)
-        except (EngineError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 -- logged there, and not tried at each look
             self._note_failure(holding, error)
 
     async def _save_turn(self, holding: Holding) -> None:
@@ -180,7 +193,7 @@ class Parking:
             for prefix in self._worth(holding):
                 await self._save(holding, prefix, "system" if prefix.shared else "turn")
             self._remember(holding)
-        except (EngineError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 -- as above
             self._note_failure(holding, error)
 
     @staticmethod
@@ -193,9 +206,7 @@ class Parking:
         maker = EntryPieces(terms, holding.entry) if holding.entry else ContextPieces(terms, prefix)
         # One at a time: a second one would only share the errands' small part of the core's time.
         async with self._one_save:
-            saved = await SnapshotSaver(terms, self._link).save(
-                prefix, maker, pinned=prefix.shared and self._keeping.is_pinned(prefix, terms)
-            )
+            saved = await SnapshotSaver(terms, self._link).save(prefix, maker)
             await self._keeping.supersede(saved, prefix, ends=prefix == holding.end)
         self._metrics.saved.labels(reason).inc()
         self._metrics.bytes.labels("saved").inc(saved.written_bytes)
@@ -207,13 +218,21 @@ class Parking:
         while len(self._done) > MAX_REMEMBERED:
             self._done.pop(next(iter(self._done)))
 
-    def _note_failure(self, holding: Holding, error: BaseException) -> None:
+    def _note_failure(self, holding: Holding, error: Exception) -> None:
+        """Also of a fault of ours, or the same conversation would fail again at each look."""
         self._remember(holding, time.monotonic())
         if isinstance(error, PrefixGone):
             return  # somebody needed the room first; what was put away is a holding of its own
         self._metrics.failed("save", error)
-        level = logging.ERROR if isinstance(error, (StoreError, OSError)) else logging.INFO
-        log.log(level, "a conversation of %d tokens was not saved: %s", len(holding.tokens), error)
+        ours = not isinstance(error, (EngineError, OSError))
+        level = logging.ERROR if ours or isinstance(error, (StoreError, OSError)) else logging.INFO
+        log.log(
+            level,
+            "a conversation of %d tokens was not saved: %s",
+            len(holding.tokens),
+            error,
+            exc_info=error if ours else None,
+        )
 
     # --- by itself ------------------------------------------------------------------------------
 

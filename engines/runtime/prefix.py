@@ -81,6 +81,11 @@ class PrefixCache:
         """All whose sequences may hold a conversation."""
         return [*self.slots, *self.checkpoints]
 
+    @property
+    def lenders(self) -> list[Slot | Checkpoint]:
+        """Those of whose sequences others may take. What is still coming in may yet prove to be wrong, when it is thrown away."""
+        return [*(slot for slot in self.slots if slot.transfer != "restore"), *self.checkpoints]
+
     def glance(self) -> object:
         """Differs from an earlier one when an idle conversation came, went or went on. May be called from any thread."""
         slots = tuple((slot.used_at, len(slot.sequence)) if slot.idle else None for slot in self.slots)
@@ -103,8 +108,7 @@ class PrefixCache:
     def _still_sequences(self, tenant: str) -> Iterable[Sequence]:
         """Sequences that may lend a prefix: a busy slot's moves on, which matters only where it cannot be cut. One that holds
         another tenant's tokens does not even tell whether they are the same."""
-        still = [slot.sequence for slot in self.slots if self.cuts_anywhere or slot.idle]
-        still += [checkpoint.sequence for checkpoint in self.checkpoints]
+        still = (c.sequence for c in self.lenders if isinstance(c, Checkpoint) or self.cuts_anywhere or c.idle)
         return (sequence for sequence in still if sequence.origin.tenant == tenant)
 
     def shared_with_running(self, source: Source) -> int:
@@ -170,6 +174,7 @@ class PrefixCache:
         """Brings the source's prefix into the slot's sequence; what the slot held goes to host memory if it is worth it."""
         sequence = slot.sequence
         if source.sequence is sequence:
+            self.host.unlink(slot.index)
             sequence.cut(source.length)
             return
         self.put_away(slot)
@@ -195,6 +200,7 @@ class PrefixCache:
         if entry is not None and slot.idle and not len(slot.sequence) and self.make_room(len(entry.tokens)):
             slot.used_at = time.monotonic()
             self._load(slot.sequence, entry)
+            self.host.unlink(slot.index)
 
     def _put_away(self, sequence: Sequence, slot: int | None = None) -> None:
         """`slot`: whose conversation it stays."""
@@ -260,8 +266,8 @@ class PrefixCache:
 
     def put_away(self, slot: Slot) -> None:
         """Empties an idle slot for another content; what it holds goes to host memory if it is worth it."""
-        self._put_away(slot.sequence)
         self.host.unlink(slot.index)
+        self._put_away(slot.sequence)
 
     def _thin(self, tokens: list[int], origin: Origin) -> None:
         """Drops earlier checkpoints of the same conversation that the new one makes superfluous; the first one stays."""

@@ -172,13 +172,22 @@ class Preparation:
         return self._media
 
     @asynccontextmanager
-    async def running(self, generations: Sequence[Generation], origin: RequestOrigin = UNKNOWN) -> AsyncIterator[None]:
+    async def running(self, generations: list[Generation], origin: RequestOrigin = UNKNOWN) -> AsyncIterator[None]:
         """Submits all of them, as `origin`'s, and cancels what still runs when the block is left, by whatever way.
 
-        Before that the host's store is asked for the prompt's beginning, for a bounded time.
+        Before that the host's store is asked for the prompt's beginning, for a bounded time. Where one moved here from another
+        engine for this very request, it takes the place of the one in `generations`.
         """
+        if origin.adopted is not None:
+            async with origin.adopted.reading(generations) as moved:
+                generations[0] = moved
+                if origin.budget_s is not None:
+                    moved.deadline_at = min(moved.deadline_at, time.monotonic() + origin.budget_s)
+                yield
+            return
         for generation in generations:
             generation.tenant, generation.session = origin.tenant, origin.session
+            generation.followed = origin.follows and _can_be_followed(generations)
             if origin.budget_s is not None:
                 generation.deadline_at = min(generation.deadline_at, time.monotonic() + origin.budget_s)
         spans = generations[0].spans  # all choices show the same
@@ -320,3 +329,8 @@ class Preparation:
                 f" the context holds {self.config.context_tokens}.",
                 param=param,
             )
+
+
+def _can_be_followed(generations: Sequence[Generation]) -> bool:
+    """Whether another engine could continue the answer: that of several choices, or with log probabilities, it could not."""
+    return len(generations) == 1 and not generations[0].spans and generations[0].params.top_logprobs is None

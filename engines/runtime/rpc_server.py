@@ -6,6 +6,7 @@ from engines.config import EngineConfig
 from engines.rpc_serving import RpcServer, Terms
 from engines.runtime.preparation import Preparation
 from engines.runtime.rpc_chat import ChatOperations
+from engines.runtime.rpc_handoffs import HandoffOperations
 from engines.runtime.rpc_operations import EngineOperations
 from engines.runtime.state_desk import StateDesk
 from engines.wire import Opcode
@@ -18,7 +19,9 @@ REFUSALS: dict[int, str] = {
 }
 
 
-def engine_rpc(config: EngineConfig, preparation: Preparation, desk: StateDesk) -> RpcServer:
+def engine_rpc(
+    config: EngineConfig, preparation: Preparation, desk: StateDesk, handoffs: HandoffOperations
+) -> RpcServer:
     """The server of `config.rpc_port`, not yet started. Raises ConfigInvalid for a port that is open to strangers."""
     config.refuse_open_rpc()
     operations = EngineOperations(config, preparation, desk)
@@ -32,5 +35,5 @@ def engine_rpc(config: EngineConfig, preparation: Preparation, desk: StateDesk) 
         idle_s=config.rpc_idle_s,
         stall_s=config.rpc_stall_s,
     )
-    services = {**operations.services(), **chats.services()}
+    services = {**operations.services(), **chats.services(), **handoffs.services(config.max_state_bytes)}
     return RpcServer(terms, services, REFUSALS, preparation.core.metrics.registry)

@@ -45,6 +45,11 @@ class Adopting:
         except EngineStopping:
             return  # the core has ended, and the slot with it
 
+    @property
+    def tokens(self) -> list[int]:
+        """Those whose blocks came in."""
+        return self._arrival.tokens
+
     async def take(self, tokens: list[int], delivery: Delivery) -> None:
         """One block of `tokens`, while the source still decodes. Raises as a restore does."""
         self._arrival.tokens += tokens

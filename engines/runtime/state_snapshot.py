@@ -7,7 +7,8 @@ shape, but nothing about the bytes is believed before their digests are.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -93,12 +94,16 @@ class Manifest:
     generation: GenerationState | None = None
     version: int = VERSION
 
-    def to_json(self) -> bytes:
-        return _ADAPTER.dump_json(self)
+    def to_json(self, known_tokens: int = 0) -> bytes:
+        """Without its first `known_tokens` tokens, which the reader has."""
+        return _ADAPTER.dump_json(replace(self, tokens=self.tokens[known_tokens:]) if known_tokens else self)
 
     @classmethod
-    def from_json(cls, raw: bytes) -> Manifest:
-        """Raises StateInvalid for anything but a manifest of this version whose values lie within their bounds."""
+    def from_json(cls, raw: bytes, known: Sequence[int] = ()) -> Manifest:
+        """`known` are tokens that were left out at its beginning.
+
+        Raises StateInvalid for anything but a manifest of this version whose values lie within their bounds.
+        """
         if len(raw) > MAX_MANIFEST_BYTES:
             raise StateInvalid(f"The state's manifest has {len(raw)} bytes; at most {MAX_MANIFEST_BYTES} are read.")
         try:
@@ -109,6 +114,8 @@ class Manifest:
             raise StateInvalid(
                 f"The state's manifest is not valid at {where or 'its start'}: {first['msg']}."
             ) from error
+        if known:
+            manifest = replace(manifest, tokens=(*known, *manifest.tokens))
         manifest._check()
         return manifest
 

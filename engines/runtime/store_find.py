@@ -94,9 +94,7 @@ class PrefixFinder:
             tokens = list((await self._state(client, manifest, whole)).tokens)
             length = min(common_prefix(tokens, prompt), len(prompt) - 1)
             # The name tells whose tokens they are: another tenant's would have another one.
-            mine = tokens[: name.tokens]
-            own = KeyChain(chain.fingerprint, chain.tenant, chain.block_tokens, mine).name(name.tokens, session)
-            if length >= least and own == name:
+            if length >= least and await self._terms.dock.in_thread(_is_of, name, chain, tokens, session):
                 return _shortened(whole, tokens, length, self._terms.layout)
         return found
 
@@ -159,6 +157,12 @@ class PrefixFinder:
         if state.pieces != found.pieces or state.fingerprint != manifest.fingerprint or len(state.tokens) != ends:
             raise StateInvalid("A snapshot has other pieces, or is of another kind, than its manifest says.")
         return state
+
+
+def _is_of(name: SnapshotName, chain: KeyChain, tokens: list[int], session: str) -> bool:
+    """Whether a snapshot of these tokens has this name with the chain's tenant."""
+    own = KeyChain(chain.fingerprint, chain.tenant, chain.block_tokens, tokens[: name.tokens])
+    return own.name(name.tokens, session) == name
 
 
 def _piece_kind(chunk: ManifestChunk) -> str:

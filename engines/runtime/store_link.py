@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from engines.errors import EngineError, EngineUnreachable, NotAuthenticated, ProtocolBroken, StoreAway
+from engines.errors import EngineUnreachable, NotAuthenticated, ProtocolBroken, RpcRefused, StoreAway
 from engines.rpc_client import Patience
 from engines.store.client import StoreClient
 
@@ -61,9 +61,8 @@ class StoreLink:
         except (EngineUnreachable, ProtocolBroken, NotAuthenticated, TimeoutError) as error:
             self._fell_away(error)
             raise StoreAway(f"The store at {self._host}:{self._port} does not answer: {error}") from error
-        except EngineError:
-            # It answered, if only to refuse.
-            self._came_back()
+        except RpcRefused:
+            self._came_back()  # it answered, if only to refuse
             raise
         else:
             self._came_back()

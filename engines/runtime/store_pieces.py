@@ -72,7 +72,7 @@ class PieceMaker(Protocol):
 def held_by(cache: PrefixCache, prefix: Prefix, length: int) -> Iterator[Sequence]:
     """Sequences that begin with the first `length` tokens."""
     wanted = prefix.rows[:length]
-    for sequence in (holder.sequence for holder in cache.holders):
+    for sequence in (lender.sequence for lender in cache.lenders):
         mine = sequence.origin.tenant == prefix.origin.tenant and not sequence.spans
         if mine and len(sequence) >= length and sequence.tokens[:length] == wanted:
             yield sequence
@@ -147,6 +147,7 @@ class ContextPieces:
             )
 
         def finish(written: int) -> Bytes:
+            writing.require_time()
             if piece.kind == "block":
                 return codec.finished_block(buffer[:written], piece.start, tokens)
             if piece.kind == "draft" and codec.drafts is not None:

@@ -63,7 +63,7 @@ class SnapshotSaver:
         """Takes about a millisecond for ten thousand tokens."""
         return KeyChain(self._terms.fingerprint, tenant, self._terms.block_tokens, tokens)
 
-    async def save(self, prefix: Prefix, maker: PieceMaker, *, pinned: bool = False) -> SavedSnapshot:
+    async def save(self, prefix: Prefix, maker: PieceMaker) -> SavedSnapshot:
         """Raises StoreAway, RpcRefused (the store is full), PrefixGone, StateError, StoreError."""
         chain = await self._terms.dock.in_thread(self.chain, prefix.rows, prefix.origin.tenant)
         chunks = self._chunks(chain, prefix, await maker.rest())
@@ -77,8 +77,11 @@ class SnapshotSaver:
                 known = await self._known(stack, first, [chunk.key for chunk in (*chunks, state)])
                 written += await self._write(first, second, chunks, known, maker)
                 written += await self._write_state(first, state, prefix, chunks, known)
-                manifest = self._manifest(prefix, [*chunks, state], known, pinned=pinned)
                 name = chain.name(len(prefix.tokens), prefix.session)
+                # A system prompt that is saved once more stays pinned, whichever engine pinned it.
+                former = await first.get_manifest(name.text) if prefix.shared else None
+                pinned = former is not None and former.pinned
+                manifest = self._manifest(prefix, [*chunks, state], known, pinned=pinned)
                 if (await first.put_manifest(name.text, manifest)).written:
                     return SavedSnapshot(
                         name=name,

@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import blake3
@@ -55,6 +56,8 @@ PUSH_BATCH_BYTES = 32 << 20
 # A lease is extended when this share of it is over.
 EXTEND_AT = 1 / 3
 MIN_EXTEND_S = 0.02
+# What breaks off gives back what it held, if the store hears of it in this time; else it runs out by itself.
+LEAVE_S = 0.5
 _SIZE = struct.Struct("<i")
 _FRAME = struct.Struct("<ii")
 
@@ -207,9 +210,11 @@ class StoreClient(RpcClient):
             raise ProtocolBroken(f"A chunk of {size} bytes is announced with {answer.unread_bytes} left.")
         return index, size
 
-    async def pull(self, source: StoreClient, key: str) -> PutManifestAnswer:
+    async def pull(
+        self, source: StoreClient, key: str, *, travelled: Callable[[int, float], None] | None = None
+    ) -> PutManifestAnswer:
         """Copies a manifest from another store into this one, which is of this host. Only what is missing here travels: out of
-        the source's slab by sendfile, from the socket into this store's slab.
+        the source's slab by sendfile, from the socket into this store's slab. `travelled` is told bytes and seconds of that.
 
         Raises RpcNotFound, RpcBusy (this store is full), RpcBadRequest (damaged on the way). PARTIAL as `put_manifest`.
         """
@@ -219,12 +224,16 @@ class StoreClient(RpcClient):
         hashes = list(dict.fromkeys(chunk.hash for chunk in manifest.chunks))
         missing = set(await self.sync_missing(key, hashes))
         if missing:
+            began_at = time.monotonic()
             async with source._chunks(key, [text for text in hashes if text not in missing]) as (answer, stall_s):
+                size_bytes = answer.unread_bytes
                 while answer.unread_bytes:
                     index, size = await source._frame(answer, stall_s)
                     if not 0 <= index < len(manifest.chunks) or manifest.chunks[index].size != size:
                         raise ProtocolBroken(f"Chunk {index} of {size} bytes is not in the manifest.")
                     await self._take_in(answer, manifest, index, stall_s)
+            if travelled is not None:
+                travelled(size_bytes, time.monotonic() - began_at)
         return await self.put_manifest(key, manifest)
 
     async def _take_in(self, answer: Answer, manifest: Manifest, index: int, stall_s: float) -> None:
@@ -247,7 +256,9 @@ class StoreClient(RpcClient):
             yield writing
         finally:
             if writing.hash is None and answer.ticket is not None:
-                await self.release(answer.ticket)
+                with suppress(TimeoutError, EngineError):
+                    async with asyncio.timeout(LEAVE_S):
+                        await self.release(answer.ticket)
 
     @asynccontextmanager
     async def held(
@@ -264,12 +275,22 @@ class StoreClient(RpcClient):
         extending = asyncio.create_task(self._extend(held, lease_s))
         try:
             yield held
-        finally:
-            extending.cancel()
-            await asyncio.wait({extending})
-            kept = await self._let_go(held.lease)
+        except BaseException:
+            # Whoever leaves early has no time for a store that does not answer: the lease then runs out by itself.
+            await self._end(extending)
+            with suppress(TimeoutError, EngineError):
+                async with asyncio.timeout(LEAVE_S):
+                    await self.release(held.lease.ticket)
+            raise
+        await self._end(extending)
+        kept = await self._let_go(held.lease)
         if not kept:
             raise LeaseLost("The lease ran out while its objects were read.")
+
+    @staticmethod
+    async def _end(extending: asyncio.Task[None]) -> None:
+        extending.cancel()
+        await asyncio.wait({extending})
 
     async def _let_go(self, lease: LeaseAnswer) -> bool:
         """Whether the lease held until now. A store that does not answer has kept it all the same, up to its end."""

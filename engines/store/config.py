@@ -35,6 +35,7 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "orphan_s": (0.1, 86400),
     "sweep_s": (0.05, 60),
     "pinned_share": (0, 1),
+    "pin_s": (1, 366 * 86400),
     "session_manifests": (1, 4096),
     "session_checkpoints": (1, 4096),
     "max_manifests": (1, 1 << 22),
@@ -55,8 +56,9 @@ class StoreConfig:
     `http_port` serves /metrics, /health and /debug on `http_host`, 0: not at all.
     A lease lasts `lease_s` unless its owner asks for up to `max_lease_s`. A reservation may be pre-empted after `preempt_s` when
     room is needed and is reclaimed after `reclaim_s`; an object that no manifest names is given up after `orphan_s`.
-    Manifests marked as pinned are never evicted; together they may name `pinned_share` of the capacity. A session keeps at most
-    `session_manifests` manifests and `session_checkpoints` of them with a checkpoint.
+    Manifests marked as pinned are not evicted until `pin_s` after their last use, since whoever pinned them may be gone; together
+    they may name `pinned_share` of the capacity. A session keeps at most `session_manifests` manifests and `session_checkpoints`
+    of them with a checkpoint.
     `disk_directory` (empty: none) gets a copy of the last `disk_manifests` manifests and their objects, at most `disk_bytes`,
     `disk_delay_s` after they were saved; after a reboot those are read back.
     """
@@ -82,6 +84,7 @@ class StoreConfig:
     orphan_s: float = 600.0
     sweep_s: float = 1.0
     pinned_share: float = 0.5
+    pin_s: float = 3600.0
     session_manifests: int = 4
     session_checkpoints: int = 4
     max_manifests: int = 65536

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import re
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice, takewhile
 
 from engines.errors import InvalidRequest
 from engines.store.errors import ManifestInvalid
@@ -120,6 +121,8 @@ class Manifests:
 
     def __init__(self) -> None:
         self._by_name: OrderedDict[str, StoredManifest] = OrderedDict()
+        # In their order, so that what begins alike is found without a look at all of them.
+        self._names: list[str] = []
         self._sessions: dict[str, list[StoredManifest]] = {}
 
     def __len__(self) -> int:
@@ -144,13 +147,18 @@ class Manifests:
         return list(self._sessions.get(session, ()))
 
     def names(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._by_name if name.startswith(prefix))
+        return list(self._beginning(prefix, ""))
+
+    def _beginning(self, prefix: str, after: str) -> Iterator[str]:
+        start = bisect_right(self._names, after) if after >= prefix else bisect_left(self._names, prefix)
+        return takewhile(lambda name: name.startswith(prefix), islice(self._names, start, None))
 
     def page(self, prefix: str, session: str | None, after: str, limit: int) -> list[StoredManifest]:
         """The first `limit` by name behind `after`, of those that a prefix and perhaps a session name."""
-        found = self if session is None else self.of_session(session)
-        wanted = (stored for stored in found if stored.name > after and stored.name.startswith(prefix))
-        return heapq.nsmallest(limit, wanted, key=lambda stored: stored.name)
+        if session is None:
+            return [self._by_name[name] for name in islice(self._beginning(prefix, after), limit)]
+        wanted = (s for s in self.of_session(session) if s.name > after and s.name.startswith(prefix))
+        return sorted(wanted, key=lambda stored: stored.name)[:limit]
 
     def of(self, objects: Iterable[StoredObject]) -> list[StoredManifest]:
         wanted = set(objects)
@@ -162,6 +170,7 @@ class Manifests:
             found.refs += 1
         former = self.remove(stored.name)
         self._by_name[stored.name] = stored
+        insort(self._names, stored.name)
         self._sessions.setdefault(stored.session, []).append(stored)
         return former
 
@@ -169,6 +178,7 @@ class Manifests:
         stored = self._by_name.pop(name, None)
         if stored is None:
             return None
+        del self._names[bisect_left(self._names, name)]
         siblings = self._sessions[stored.session]
         siblings.remove(stored)
         if not siblings:

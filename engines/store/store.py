@@ -167,7 +167,7 @@ class Store:
         a reader of what it shares with others has no say."""
         now = self.clock()
         for stored in self.manifests:
-            if stored.manifest.pinned or any(found.refs == 1 and found.busy(now) for found in stored.objects):
+            if self.is_pinned(stored) or any(found.refs == 1 and found.busy(now) for found in stored.objects):
                 continue
             self._drop(stored)
             self.counts.evicted_manifests += 1
@@ -225,7 +225,7 @@ class Store:
             pinned = {
                 found
                 for stored in self.manifests
-                if stored.manifest.pinned and stored is not former
+                if self.is_pinned(stored) and stored is not former
                 for found in stored.objects
             }
             total = sum(found.size for found in pinned.union(objects))
@@ -254,7 +254,7 @@ class Store:
 
     def _retire(self, latest: StoredManifest) -> None:
         """Keeps a session's manifests, and those of them with a checkpoint, within their bounds: the oldest go."""
-        siblings = [stored for stored in self.manifests.of_session(latest.session) if not stored.manifest.pinned]
+        siblings = [stored for stored in self.manifests.of_session(latest.session) if not self.is_pinned(stored)]
         surplus = siblings[: -self.config.session_manifests]
         with_checkpoint = [stored for stored in siblings if stored.has_checkpoint]
         surplus += [s for s in with_checkpoint[: -self.config.session_checkpoints] if s not in surplus]
@@ -287,6 +287,10 @@ class Store:
         self.objects.touch(stored.record)
         for found in stored.objects:
             self.objects.touch(found)
+
+    def is_pinned(self, stored: StoredManifest) -> bool:
+        """Whether it may not go. A pin ends by itself, or those of engines that are gone would fill the memory for good."""
+        return stored.manifest.pinned and self.clock() < stored.record.used_at + self.config.pin_s
 
     def set_n_past(self, name: str, n_past: int) -> StoredManifest:
         return self.put_manifest(name, replace(self.get(name).manifest, n_past=n_past))

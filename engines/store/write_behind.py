@@ -134,12 +134,17 @@ class WriteBehind:
             for chunk in kept.envelope.manifest.chunks:
                 found = self._store.objects.find(digest_from(chunk.hash)) or await self._read_object(chunk)
                 held += self._store.objects.hold([found])
-            if self._store.manifests.get(kept.envelope.name) is not None:
+            if self._store.manifests.get(kept.envelope.name) is not None or self._is_deleted(kept.envelope.name):
                 return False
             self._store.put_manifest(kept.envelope.name, kept.envelope.manifest)
             return True
         finally:
             self._store.objects.drop(held)
+
+    def _is_deleted(self, name: str) -> bool:
+        """Whether it was deleted since its turn to be read back was planned; its file is still there then."""
+        due = self._waiting.get(name)
+        return due is not None and due.deleted
 
     async def _read_object(self, chunk: ManifestChunk) -> StoredObject:
         """Raises ObjectNotFound, DigestMismatch."""

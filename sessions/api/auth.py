@@ -17,7 +17,7 @@ from django.contrib.auth import get_user
 from django.http import HttpRequest
 
 from engines.browser_guard import foreign_page, host_name, is_loopback
-from pools.db import in_db
+from pools.db import REQUEST_PATIENCE_S, in_db_within
 from sessions import services
 from sessions.errors import AuthenticationRequired, ForeignOrigin, KeyInvalid
 from sessions.identity import Owner
@@ -43,7 +43,7 @@ class KeyRing:
         known = self._known.get(digest)
         if known is not None and now - known[1] < KEY_CACHE_S and known[0].is_valid:
             return known[0]
-        view = await in_db(_find_and_touch, key)
+        view = await in_db_within(REQUEST_PATIENCE_S, _find_and_touch, key)
         if view is None or not view.is_valid:
             self._known.pop(digest, None)
             raise KeyInvalid("The API key is not valid.")
@@ -111,5 +111,5 @@ async def _panel_user(request: HttpRequest) -> int | None:
         return None
     if not hasattr(request, "session"):
         request.session = import_module(settings.SESSION_ENGINE).SessionStore(cookie)
-    user = await in_db(get_user, request)
+    user = await in_db_within(REQUEST_PATIENCE_S, get_user, request)
     return user.pk if user.is_authenticated else None

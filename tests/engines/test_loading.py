@@ -199,6 +199,22 @@ def test_what_a_person_stopped_or_took_off_demand_is_not_loaded(first: VariantVi
         loading.want("unknown")
 
 
+def test_a_stop_that_comes_between_the_look_and_the_load_is_obeyed(
+    first: VariantView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = add_engine(first)
+    Engine.objects.filter(pk=engine.pk).update(wanted="stopped", commanded_at=None)
+
+    def refused_then_stopped(wish: object) -> None:
+        # What a person does in this very moment.
+        services.stop(engine.pk)
+
+    monkeypatch.setattr(loading, "_refuse_unwanted", refused_then_stopped)
+    assert loading.want("first").state == "queued"
+    assert (row(engine.pk).wanted, row(engine.pk).stop_reason) == ("stopped", StopReason.PERSON)
+    assert reservation.reservations() == []
+
+
 def test_idle_engines_are_unloaded_after_their_models_time_unless_pinned(first: VariantView) -> None:
     engine = serving(first)
     assert loading.idle_overdue("here") == []

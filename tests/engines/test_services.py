@@ -76,6 +76,20 @@ def test_a_process_that_a_stop_overtook_is_not_recorded(engine: Engine) -> None:
     assert row(engine).state == "stopped"
 
 
+def test_a_start_that_another_one_overtook_is_not_recorded_over_it(engine: Engine) -> None:
+    services.start(engine.pk)
+    slow = row(engine).epoch
+    engine_rows.claim_start(engine.pk, slow)
+    # It took so long that it was given up and begun anew.
+    engine_rows.mark_failed(engine.pk, slow, "no process was started in time")
+    services.start(engine.pk)
+    engine_rows.claim_start(engine.pk, row(engine).epoch)
+    assert not engine_rows.record_process(engine.pk, 41, 1.0, 8080, epoch=slow)
+    assert engine_rows.record_process(engine.pk, 42, 1.0, 8081, epoch=row(engine).epoch)
+    assert not engine_rows.record_process(engine.pk, 43, 1.0, 8082, epoch=row(engine).epoch)
+    assert row(engine).pid == 42
+
+
 def test_health_counts_only_for_the_process_that_the_row_knows(engine: Engine) -> None:
     services.start(engine.pk)
     engine_rows.claim_start(engine.pk, row(engine).epoch)

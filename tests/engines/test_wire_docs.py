@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import rpc_client, rpc_serving, wire, wire_json, wire_store
+from engines import rpc_client, rpc_serving, wire, wire_handoff, wire_json, wire_store
 from engines.config import EngineConfig
 from engines.errors import EngineError
 from engines.runtime import http_stream, request_defaults, rpc_operations
@@ -18,7 +18,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rpc-protocol.md").read_t
 
 MESSAGES = {
     name: value
-    for module in (wire_json, wire_store)
+    for module in (wire_json, wire_store, wire_handoff)
     for name, value in inspect.getmembers(module, dataclasses.is_dataclass)
     if isinstance(value, type)
 }
@@ -120,7 +120,11 @@ def test_timeouts_are_those_of_the_code() -> None:
         (["ErrorMeta"], "The meta of an answer that is neither", "### Limits"),
         (["HelloRequest", "HelloChallenge", "HelloAnswer", "HelloDone"], "## HELLO", "## State operations"),
         (["StateMetaAnswer"], "**STATE_META", "**STATE_GET"),
-        (["StatePutAnswer"], "**STATE_PUT", "## Control"),
+        (["StatePutAnswer"], "**STATE_PUT", "## Handoffs"),
+        (["HandoffBody", "HandoffAnswer"], "**HANDOFF", "**ADOPT (0x35)"),
+        (["AdoptBody", "AdoptAnswer"], "**ADOPT (0x35)", "**ADOPT_BLOCK"),
+        (["BlockHead"], "**ADOPT_BLOCK", "**ADOPT_REST"),
+        (["AskBody", "AdoptedAnswer"], "**ADOPT_ASK", "A target that hears"),
         (["InfoAnswer"], "**INFO", "**CONFIGURE"),
         (["ConfigureAnswer"], "**CONFIGURE", "**PREFILL"),
         (["PrefillAnswer"], "**PREFILL", "**DECODE"),

@@ -167,7 +167,7 @@ def broker(servers: Services, monkeypatch: pytest.MonkeyPatch) -> Iterator[redis
 @pytest.fixture
 def outside(joinable: None, servers: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded servers under their own URLs, as if an operator had set them."""
-    monkeypatch.setenv("DATABASE_URL", servers.database_url + "?sslmode=prefer&sslcert=/site/only.pem")
+    monkeypatch.setenv("DATABASE_URL", servers.database_url + "?sslmode=prefer&sslcert=/site/only.pem&sslpassword=own")
     monkeypatch.setenv("BROKER_URL", str(servers.broker_url))
 
 
@@ -178,7 +178,8 @@ def test_a_host_gets_a_role_and_a_user_that_may_do_its_work_and_nothing_else(
     host_id = join_tokens.redeem(join_tokens.create()[1], "second", "10.0.0.7")
     granted = host_grants.grant(host_id, "second")
     try:
-        assert "sslcert" not in granted.database_url and "sslmode=prefer" in granted.database_url
+        assert "sslcert" not in granted.database_url and "sslpassword" not in granted.database_url
+        assert "sslmode=prefer" in granted.database_url
         _check_database(granted.database_url)
         _check_broker(granted.broker_url)
 
@@ -196,6 +197,8 @@ def test_a_host_gets_a_role_and_a_user_that_may_do_its_work_and_nothing_else(
         psycopg.connect(_test_database(again.database_url)).close()
     finally:
         assert host_grants.revoke(host_id)
+    # Beat looks for users that the broker has lost: one that was taken back is none of them.
+    assert host_grants.restore_broker_users() == 0
     with pytest.raises(psycopg.OperationalError):
         psycopg.connect(_test_database(again.database_url))
     with redis.Redis.from_url(again.broker_url) as client, pytest.raises(redis.AuthenticationError):
@@ -272,7 +275,11 @@ def test_a_host_leaves_in_steps_that_only_lead_forward_once_it_retires(joinable:
     assert not host_services.finish_retirement(joined)
     assert host_services.change_duty(joined, HostDuty.RETIRING)
     assert set(host_services.leaving_host_ages_s()) == {"second"}
+    # Its role and broker user go when it retires; with its row they would only be forgotten.
+    Host.objects.filter(pk=joined).update(state="lost")
+    assert not host_services.may_be_deleted(joined)
     assert host_services.finish_retirement(joined)
+    assert host_services.may_be_deleted(joined) and not host_services.may_be_deleted(own)
     assert not host_services.change_duty(joined, HostDuty.ACTIVE)
     assert host_services.host_names() == ["first"]
     with pytest.raises(ValueError, match="retired"):

@@ -9,7 +9,7 @@ import pytest
 from channels.layers import channel_layers, get_channel_layer
 from django.db import transaction
 
-from pools import services
+from pools import events, services
 from pools.db import in_db
 from pools.events import GROUP, publish_on_commit
 
@@ -44,7 +44,9 @@ def test_nothing_leaves_before_the_commit(django_capture_on_commit_callbacks: An
     assert len(callbacks) == 1
 
 
-def test_a_lost_channel_layer_does_not_break_the_write(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_channel_layer_does_not_break_the_write(
+    settings: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings.CHANNEL_LAYERS = {
         "default": {
             "BACKEND": "channels_redis.core.RedisChannelLayer",
@@ -52,6 +54,7 @@ def test_a_lost_channel_layer_does_not_break_the_write(settings: Any, caplog: py
         }
     }
     channel_layers.backends.clear()
+    monkeypatch.setattr(events, "_outage", events.Outage("events are lost"))
     try:
         for name in ("one", "two"):
             services.join_host(name)
@@ -59,6 +62,15 @@ def test_a_lost_channel_layer_does_not_break_the_write(settings: Any, caplog: py
         channel_layers.backends.clear()
     assert services.host_names() == ["one", "two"]
     assert caplog.text.count("events are lost") == 1
+
+
+def test_a_layer_that_does_not_answer_is_left_alone_for_a_moment() -> None:
+    """A thousand rows that are written at once must not wait for it a thousand times."""
+    outage, short = events.Outage("away", pause_s=60.0), events.Outage("away", pause_s=0.0)
+    assert not outage.lasts
+    outage.tell(OSError("gone"))
+    short.tell(OSError("gone"))
+    assert outage.lasts and not short.lasts
 
 
 def test_an_event_of_an_unknown_type_is_a_mistake() -> None:

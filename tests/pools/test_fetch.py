@@ -113,10 +113,12 @@ def test_a_name_of_the_catalogue_leads_to_its_repository(hub: LocalHub, tmp_path
     [
         (f"hf:{REPO}/none.gguf", "the hub has no"),
         ("hf:own/nobody:Q4_K_M", "the hub has no"),
+        ("hf:own/evil:Q4_K_M", "is no name that a file can have here"),
         (f"hf:{REPO}:Q8_0", "names no files; there: tiny-Q4_K_M.gguf, tiny-UD-Q4_K_M.gguf"),
     ],
 )
 def test_what_the_hub_does_not_have_is_told(hub: LocalHub, tmp_path: Path, reference: str, words: str) -> None:
+    hub.files["own/evil", "../../../x-Q4_K_M.gguf"] = CONTENT
     outcome, _ = fetched(reference, tmp_path / "models")
     assert outcome.code == 1
     assert words in outcome.last["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -135,6 +136,25 @@ def test_seconds_become_minutes_once_and_only_a_day_of_them_is_kept() -> None:
     assert beating.latest() is None, "these samples are old"
     assert gpu_minutes.sweep_minutes() == 2
     assert not GpuMinute.objects.exists()
+
+
+def test_a_reading_that_fails_does_not_end_the_pulse() -> None:
+    """A thread that ended would make the host look lost while it works."""
+    readings = threading.Semaphore(0)
+    read: list[int] = []
+
+    def failing() -> Inventory:
+        read.append(1)
+        readings.release()
+        raise RuntimeError("a driver's own idea")
+
+    beating = Pulse("here", failing)
+    beating.beat()  # nothing was read yet
+    beating.start()
+    assert readings.acquire(timeout=10) and readings.acquire(timeout=10), "it goes on after the first"
+    beating.stop()
+    beating.join(10)
+    assert len(read) >= 2
 
 
 def test_a_minute_without_an_answer_has_no_number() -> None:

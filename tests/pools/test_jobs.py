@@ -18,7 +18,8 @@ from django.test import Client
 
 from engines import launch
 from hydra_site.celery import app
-from pools import job_process, jobs, services, tasks
+from native.changes import CHANGES
+from pools import job_process, job_runner, jobs, services, tasks
 from pools.choices import JobKind
 from pools.errors import HostUnknown
 from pools.job_admin import checked_subject
@@ -135,6 +136,30 @@ def test_the_sweep_sends_what_nobody_took_and_puts_back_what_fell_silent(
     assert not Job.objects.filter(pk=silent).exists()
 
 
+def test_a_run_that_was_given_up_writes_nothing_into_the_next(home: Path) -> None:
+    job_id = jobs.enqueue("here", JobKind.BUILD, "cpu")
+    first = jobs.claim(job_id, "here")
+    assert first is not None
+    Job.objects.update(seen_at=Now() - timedelta(seconds=jobs.SILENT_S + 5))
+    jobs.sweep()
+    second = jobs.claim(job_id, "here")
+    assert second is not None and second.attempt == first.attempt + 1
+    assert not jobs.progress(job_id, "late", 1, 2, attempt=first.attempt)
+    assert not jobs.put_back(job_id, attempt=first.attempt)
+    assert not jobs.fail(job_id, "late", attempt=first.attempt)
+    assert not jobs.finish(job_id, {}, attempt=first.attempt)
+    assert jobs.finish(job_id, {"library": "x"}, attempt=second.attempt)
+
+
+def test_what_opens_a_file_behind_a_url_is_for_its_process_only(home: Path) -> None:
+    url = "https://models.example/tiny.gguf?X-Signature=secret"
+    job = jobs.job_view(jobs.enqueue("here", JobKind.DOWNLOAD, url))
+    assert job is not None
+    assert job.subject == "https://models.example/tiny.gguf?…"
+    assert "secret" not in repr(job) and "secret" not in str(Job.objects.get())
+    assert job_runner.command(job, home)[-2] == url
+
+
 def test_a_download_becomes_a_model_with_its_file_on_this_host(home: Path, hub: LocalHub, tiny_model: Any) -> None:
     model: SyntheticModel = tiny_model("llama")
     hub.files["own/tiny", "tiny-F32.gguf"] = model.path.read_bytes()
@@ -180,7 +205,10 @@ def test_a_build_that_cannot_be_made_says_why(home: Path) -> None:
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_a_build_becomes_what_the_hosts_engines_load(home: Path) -> None:
     # Where an earlier build left the source of the pinned bindings; here with a line in each file.
-    write_source(home / "native" / "source-0.3.36" / "source" / "x" / "vendor" / "llama.cpp")
+    tree = write_source(home / "native" / "source-0.3.36" / "source" / "x" / "vendor" / "llama.cpp")
+    for change in CHANGES:
+        (tree / change.path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / change.path).write_text(f"/*\n{change.old}\n*/\n")
     job_id = jobs.enqueue("here", JobKind.BUILD, "cpu")
     tasks.run_job(job_id)
     job = jobs.job_view(job_id)

@@ -58,6 +58,16 @@ def test_a_reference_is_read_and_written_the_same(text: str, reference: object) 
         "https:///m.gguf",
         "https://models.example/",
         "https://models.example:0/m.gguf",
+        # Each would be written elsewhere than below the models' folder, or could not be written at all.
+        "hf:own/tiny//etc/x.gguf",
+        "hf:own/tiny/./x.gguf",
+        "hf:own/tiny/a\\b.gguf",
+        "hf:own/tiny/x.gguf@../../main",
+        "https://models.example/a%00b.gguf",
+        "https://models.example/a%0Ab.gguf",
+        "https://models.example/" + "n" * 250 + ".gguf",
+        # Passwords would stand in rows and on pages.
+        "https://user:secret@models.example/m.gguf",
         "a b",
         "x\ny",
         "n" * 3000,

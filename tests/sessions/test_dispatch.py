@@ -6,12 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from django.db import Error as DatabaseError
 
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.models import Engine
+from engines.rates_view import EngineRates
+from engines.services import EngineEndpoint
 from pools.db import in_db
+from pools.router_views import LinkView, SnapshotView
 from sessions import dispatch
 from sessions.dispatch import ReadyEngines
+from sessions.rates_board import NETWORK, RatesBoard
+from tests.frozen_table import frozen
 from tests.rows import add_engine, add_model, set_ready
 from tests.synthetic_gguf import SyntheticModel
 
@@ -43,3 +49,60 @@ async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_whe
     monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
     await in_db(set_ready, engine, 8082)
     assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8082"]
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
+    monkeypatch.setattr(dispatch, "DATABASE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(dispatch, "FIRST_PATIENCE_S", 0.05)
+    await in_db(lambda: set_ready(add_engine(add_model(tiny_model("llama").path, tmp_path)), 8080))
+    ready = ReadyEngines()
+    known = await ready.of("tiny")
+    with frozen("engines_engine"):
+        assert await ready.of("tiny") == known
+        with pytest.raises(DatabaseError):
+            await ReadyEngines().of("tiny")
+        # One that failed is not believed in for want of news.
+        ready.forget()
+        with pytest.raises(DatabaseError):
+            await ready.of("tiny")
+
+
+def test_links_are_as_fast_as_the_engines_of_a_host_have_told() -> None:
+    board = RatesBoard()
+    one = EngineEndpoint(1, "e", "http://10.0.0.2:1", "m", 1, 2, 100, host_name="second")
+    saved = SnapshotView("first", "f", 100, 1 << 20, "10.0.0.1:7000")
+
+    def link() -> LinkView:
+        return board.view([one], held={}, session="s", prefixes={}, snapshots=(saved,)).links["first", "second"]
+
+    def told(speed: float) -> EngineRates:
+        return EngineRates.from_dict({**RATES, "links": {saved.address: speed}})
+
+    assert link() == NETWORK
+    board._learn_links("second", None, told(speed=4e8))
+    assert link().bytes_per_s == 4e8
+    board._learn_links("second", told(speed=4e8), told(speed=4e8))
+    board._learn_links("second", told(speed=4e8), told(speed=2e8))
+    assert link().bytes_per_s == 3e8
+    board._learn_links("third", None, told(speed=1e6))
+    assert link().bytes_per_s == 3e8, "another host's way there"
+    assert EngineRates.from_dict(RATES).links == {}, "an engine of before tells none"
+    with pytest.raises(ValueError, match="no duration"):
+        told(speed=float("nan"))
+
+
+RATES = {
+    **dict.fromkeys(("slots", "free_slots", "decoding", "queue_length", "queue_limit", "context_tokens"), 1),
+    **dict.fromkeys(("cells", "resident_tokens", "idle_tokens", "prefill_token_s", "prefill_pair_s", "idle_s"), 1),
+    **dict.fromkeys(("resident_token_s", "request_s", "chunk_s", "restore_bytes_per_s"), 1.0),
+    "model": "m",
+    "pending_tokens": [],
+    "steps": [[1, 0.1]],
+    "interleaves": False,
+    "kv_group": "",
+    "sessions": {},
+}

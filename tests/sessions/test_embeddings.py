@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.test import AsyncClient
 
-from engines import services as engines
+from engines import engine_rows
 from engines.client import close_client_session
 from engines.models import Engine
 from pools.db import in_db
@@ -29,9 +29,9 @@ async def api(tmp_path: Path, settings: Any) -> AsyncIterator[AsyncClient]:
     settings.ALLOWED_HOSTS = ["localhost"]
     path = write_bert(tmp_path / "encoder.gguf").path
 
-    def write() -> tuple[Engine, engines.EngineTask | None]:
+    def write() -> tuple[Engine, engine_rows.EngineTask | None]:
         engine = add_engine(add_model(path, tmp_path, "encoder"))
-        return engine, engines.engine_task(engine.pk)
+        return engine, engine_rows.engine_task(engine.pk)
 
     engine, task = await in_db(write)
     assert task is not None

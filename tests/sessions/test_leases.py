@@ -15,8 +15,10 @@ from engines.services import EngineEndpoint
 from pools.db import in_db
 from sessions import lease_desk, leases
 from sessions.lease_desk import LeaseDesk
+from sessions.lease_line import LeaseLine
 from sessions.leases import Wanted
 from sessions.models import SlotLease
+from tests.frozen_table import frozen
 from tests.rows import add_engine, add_model
 from tests.synthetic_gguf import SyntheticModel
 
@@ -33,6 +35,12 @@ def wanted(
     engine_ids: list[int], session: str = "", *, owner: str = "a", most: int = 2, idempotency: str = ""
 ) -> Wanted:
     return Wanted(uuid.uuid4(), session, owner, tuple(engine_ids), (most,) * len(engine_ids), idempotency)
+
+
+def end_connection(pid: int) -> None:
+    """As if the server had restarted, for one of its clients."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
 
 
 def test_the_best_engine_with_room_is_leased_until_all_are_full(engine_ids: list[int]) -> None:
@@ -98,6 +106,55 @@ def test_many_at_once_never_put_a_session_on_two_engines(engine_ids: list[int]) 
     assert len(set(got)) == 1
 
 
+async def test_a_lease_moves_with_its_request_and_goes_when_there_is_no_place_for_it(engine_ids: list[int]) -> None:
+    desk = LeaseDesk()
+    endpoints = [EngineEndpoint(engine_id, "e", "http://127.0.0.1:1", "m", 1, 2, 100) for engine_id in engine_ids]
+    request = uuid.uuid4()
+    assert (await desk.acquire(request, "s", endpoints, [2, 2, 2])).engine_id == engine_ids[0]
+    assert (await desk.acquire(request, "s", endpoints[1:], [2, 2])).engine_id == engine_ids[1]
+    await desk.settled()
+    assert await in_db(leases.live) == {engine_ids[1]: 1}
+    assert (await desk.acquire(request, "s", endpoints[2:], [0])).outcome == "busy"
+    await desk.settled()
+    assert (desk.count, await in_db(leases.live)) == (0, {})
+    await desk.close(5)
+
+
+async def test_a_lease_that_is_written_after_its_request_has_ended_is_given_back(
+    engine_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_desk, "DATABASE_PATIENCE_S", 0.05)
+    desk = LeaseDesk()
+    request = uuid.uuid4()
+    endpoint = EngineEndpoint(engine_ids[0], "e", "http://127.0.0.1:1", "m", 1, 2, 100)
+    with frozen("hydra_sessions_slotlease"):
+        assert (await desk.acquire(request, "", [endpoint], [2])).engine_id == engine_ids[0], "it goes on without"
+        desk.release(request)
+        await asyncio.sleep(0.1)
+    await desk.settled()
+    assert await in_db(leases.live) == {}
+    await desk.close(5)
+
+
+async def test_leases_have_a_straight_line_and_go_round_it_when_it_breaks(
+    engine_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LeaseLine, "kept", True)
+    desk = LeaseDesk()
+    endpoints = [EngineEndpoint(engine_id, "e", "http://127.0.0.1:1", "m", 1, 2, 100) for engine_id in engine_ids]
+    assert await desk.line.acquire(wanted(engine_ids)) is None, "none is open yet"
+    while desk.line._opening is not None:
+        await asyncio.wait([desk.line._opening])
+    request = wanted(engine_ids, "s")
+    assert await desk.line.acquire(request) == await in_db(leases.acquire, request)
+    await in_db(end_connection, desk.line._free[0].info.backend_pid)
+    assert (await desk.acquire(request.request_id, "s", endpoints, [2, 2, 2])).engine_id == engine_ids[0]
+    desk.release(request.request_id)
+    await desk.settled()
+    assert await in_db(leases.live) == {}
+    await desk.close(5)
+
+
 async def test_a_desk_gives_back_what_it_took_also_when_the_asker_left(
     engine_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,10 +175,7 @@ async def test_a_desk_gives_back_what_it_took_also_when_the_asker_left(
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.wait([left])
-    for _ in range(200):
-        await asyncio.sleep(0.01)
-        await desk.settled()
-        if not desk.count and not await in_db(SlotLease.objects.count):
-            break
+    await desk.settled()
+    assert not desk.count
     assert await in_db(SlotLease.objects.count) == 0
     await desk.close(5)

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,15 @@ def test_what_a_head_recorded_is_kept_and_older_news_changes_nothing(here: HostS
     nobodys = SnapshotEntry(**{**vars(entry), "name": "kv/b", "session": "f" * 64})
     assert snapshots.record("here", [nobodys]) == 0
     assert snapshots.record("nowhere", [entry]) == 0
+
+
+def test_a_manifest_with_odd_figures_does_not_stop_the_sweep_of_the_others(here: HostStore) -> None:
+    one = chat("one")
+    entry = SnapshotEntry("kv/a", one.key_hash, 1 << 40, 1 << 70, "f", False, False, 1e18)
+    odd = [replace(entry, name=name) for name in ("", "n\0", "n" * 2000)]
+    odd += [replace(entry, name="kv/b", modified=float("nan")), replace(entry, name="kv/c", session="s\0")]
+    assert snapshots.record("here", [*odd, entry]) == 2
+    assert here.rows() == ["kv/a", "kv/b"]
 
 
 def test_a_sweep_that_breaks_off_drops_nothing(here: HostStore, monkeypatch: pytest.MonkeyPatch) -> None:

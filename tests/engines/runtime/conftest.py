@@ -14,7 +14,10 @@ from engines.runtime.llama import Llama, Vocabulary
 from tests import synthetic_projector
 from tests.conftest import PulledModel
 from tests.engine_process import EngineProcess
+from tests.fault_table import pytest_terminal_summary
 from tests.synthetic_gguf import SyntheticModel
+
+__all__ = ["pytest_terminal_summary"]
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engines.runtime.core import EngineCore
@@ -14,7 +17,10 @@ from engines.runtime.generation import Generation
 from engines.runtime.parking import Parking
 from engines.runtime.state_desk import StateDesk
 from engines.store.client import StoreClient
+from engines.store.config import StoreConfig
+from engines.store.server import StoreServer
 from engines.wire_store import StoreInfoAnswer
+from tests.engine_process import free_port
 from tests.engines.runtime.test_core import finished, generation, running
 from tests.engines.store.store_process import StoreProcess
 from tests.synthetic_gguf import SyntheticModel
@@ -47,7 +53,7 @@ class ParkingEngine:
 
 @asynccontextmanager
 async def parking_engine(
-    model: SyntheticModel, store: StoreProcess | None, *, by_itself: bool = False, **settings: Any
+    model: SyntheticModel, store: StoreProcess | StoreHere | None, *, by_itself: bool = False, **settings: Any
 ) -> AsyncIterator[ParkingEngine]:
     """`by_itself`: it also saves and parks what is idle without being asked."""
     port = store.config.port if store else 0
@@ -55,6 +61,9 @@ async def parking_engine(
     async with running(model, **{**values, **settings}) as core:
         desk = StateDesk(core)
         parking = Parking(core.config, core, desk)
+        # Tiny models compute their prompts as fast as any store could answer: here restores pay, however fast the machine is.
+        parking.rates.fixed_s = 0.0
+        parking.rates.restore_bytes_per_s = parking.rates.first_link_bytes_per_s = 1e12
         if by_itself:
             parking.begin()
         else:
@@ -66,8 +75,31 @@ async def parking_engine(
             desk.close()
 
 
+@dataclass(frozen=True)
+class StoreHere:
+    """A store in the test's own process and loop, which takes no time to start; it cannot be killed."""
+
+    config: StoreConfig
+
+
 @asynccontextmanager
-async def client_of(store: StoreProcess) -> AsyncIterator[StoreClient]:
+async def store_here(**settings: Any) -> AsyncIterator[StoreHere]:
+    folder = Path(tempfile.mkdtemp(prefix="test-store-", dir="/dev/shm"))
+    values = {"capacity_bytes": 64 << 20, "slab_bytes": 8 << 20, "sweep_s": 0.1, **settings}
+    config = StoreConfig(port=free_port(), directory=str(folder / "hydra-here"), **values)
+    try:
+        server = StoreServer(config)
+        try:
+            await server.start()
+            yield StoreHere(config)
+        finally:
+            await server.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def client_of(store: StoreProcess | StoreHere) -> AsyncIterator[StoreClient]:
     client = StoreClient("127.0.0.1", store.config.port, name="test")
     try:
         yield client
@@ -75,7 +107,7 @@ async def client_of(store: StoreProcess) -> AsyncIterator[StoreClient]:
         await client.close()
 
 
-async def info_of(store: StoreProcess) -> StoreInfoAnswer:
+async def info_of(store: StoreProcess | StoreHere) -> StoreInfoAnswer:
     async with client_of(store) as client:
         return await client.store_info()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from engines.errors import SessionNotHeld, StoreAway
 from engines.runtime.origin import Origin
 from engines.runtime.state_desk import RestoreTerms
-from tests.engines.runtime.parked import client_of, info_of, parking_engine, until
+from tests.engines.runtime.parked import StoreHere, client_of, info_of, parking_engine, store_here, until
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_desk import chunks
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
@@ -22,15 +22,22 @@ ARCHITECTURES = ("llama", "gemma3", "qwen35", "qwen35moe")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[StoreProcess]:
+async def store() -> AsyncIterator[StoreHere]:
+    async with store_here() as running:
+        yield running
+
+
+@pytest.fixture
+def mortal_store(tmp_path: Path) -> Iterator[StoreProcess]:
     with store_on_tmpfs(tmp_path) as running:
         yield running
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_a_parked_conversation_goes_on_elsewhere_as_if_it_had_stayed(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess, architecture: str
+    tiny_model: Callable[..., SyntheticModel], mortal_store: StoreProcess, architecture: str
 ) -> None:
+    store = mortal_store
     model = tiny_model(architecture)  # its answers depend on every token before
     prompt, more = prompt_of(model, 300), [5, 6, 7, 8, 9]
     async with parking_engine(model, store) as engine:
@@ -54,7 +61,7 @@ async def test_a_parked_conversation_goes_on_elsewhere_as_if_it_had_stayed(
 
 
 async def test_a_save_writes_what_is_new_and_an_unchanged_one_nothing(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("qwen3", tie_free=True)
     async with parking_engine(model, store, slots=1) as engine:
@@ -75,7 +82,7 @@ async def test_a_save_writes_what_is_new_and_an_unchanged_one_nothing(
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
 async def test_another_tenant_gets_nothing(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess, architecture: str
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere, architecture: str
 ) -> None:
     model = tiny_model(architecture, tie_free=True)
     prompt = prompt_of(model, 300)
@@ -96,10 +103,9 @@ async def test_another_tenant_gets_nothing(
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
 async def test_eight_sessions_share_one_system_prompt_across_two_engines(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess, architecture: str
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere, architecture: str
 ) -> None:
-    # As many layers as make computing a prompt slower than fetching it.
-    model = tiny_model(architecture, tie_free=True, layers=12 if architecture == "llama" else 4)
+    model = tiny_model(architecture, tie_free=True)
     system, cut = prompt_of(model, 200), 200
 
     def prompt(session: int) -> list[int]:
@@ -127,7 +133,7 @@ async def test_eight_sessions_share_one_system_prompt_across_two_engines(
 
 
 async def test_what_the_store_gave_up_or_damaged_is_computed_again(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("qwen35", tie_free=True)
     async with parking_engine(model, store, checkpoints=0) as engine:
@@ -156,8 +162,9 @@ async def test_what_the_store_gave_up_or_damaged_is_computed_again(
 
 
 async def test_a_store_that_dies_costs_a_prefill_and_is_found_again(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], mortal_store: StoreProcess
 ) -> None:
+    store = mortal_store
     model = tiny_model("qwen35moe", tie_free=True)
     async with parking_engine(model, store) as engine:
         first = await engine.ask(prompt_of(model, 300))
@@ -186,7 +193,7 @@ async def test_a_store_that_dies_costs_a_prefill_and_is_found_again(
 
 
 async def test_an_idle_conversation_is_parked_out_of_its_slot_and_out_of_host_memory(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     settings = {"put_away_idle": True, "park_idle_s": 1.5, "slots": 3}
@@ -202,7 +209,7 @@ async def test_an_idle_conversation_is_parked_out_of_its_slot_and_out_of_host_me
 
 
 async def test_a_slot_that_was_put_away_still_has_its_state(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with parking_engine(model, store, put_away_idle=True) as engine:
@@ -220,7 +227,7 @@ async def test_a_slot_that_was_put_away_still_has_its_state(
 
 
 async def test_a_stopping_engine_saves_what_it_holds(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("qwen35", tie_free=True)
     async with parking_engine(model, store) as engine:
@@ -234,25 +241,24 @@ async def test_a_stopping_engine_saves_what_it_holds(
 
 
 async def test_a_prefix_comes_from_another_hosts_store(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess, tmp_path: Path
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("qwen35", tie_free=True)
     async with parking_engine(model, store) as engine:
         first = await engine.ask(prompt_of(model, 300))
         await engine.parking.park_slot(0)
-    with store_on_tmpfs(tmp_path, instance="two") as second:
-        async with parking_engine(model, second) as engine:
-            stores = (("127.0.0.1", 1), ("127.0.0.1", store.config.port))
-            again = await engine.ask([*first.tokens, 5], stores=stores)
-            assert (again.cached_tokens, again.tokens[-20:]) == (319, model.follow(5, 20))
-            assert engine.count("resumed", place="elsewhere") == 1
-            assert engine.count("store_failures", operation="pull", cause="engine_unreachable") == 1
+    async with store_here(instance="two") as second, parking_engine(model, second) as engine:
+        stores = (("127.0.0.1", 1), ("127.0.0.1", store.config.port))
+        again = await engine.ask([*first.tokens, 5], stores=stores)
+        assert (again.cached_tokens, again.tokens[-20:]) == (319, model.follow(5, 20))
+        assert engine.count("resumed", place="elsewhere") == 1
+        assert engine.count("store_failures", operation="pull", cause="engine_unreachable") == 1
 
 
 async def test_a_sessions_next_turn_takes_a_part_of_a_block(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
-    model = tiny_model("llama", layers=12)
+    model = tiny_model("llama")
     prompt = prompt_of(model, 350)
     turn = [*prompt[:317], *prompt_of(model, 60, start=5)]  # parts inside the fifth block
     async with parking_engine(model, store) as engine:
@@ -271,7 +277,7 @@ async def test_a_sessions_next_turn_takes_a_part_of_a_block(
 
 
 async def test_a_draft_head_goes_on_behind_a_resume(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     """On random weights, where drafts hang on all that came before: the same ones are made and accepted."""
     model = tiny_model("qwen35", nextn=True)
@@ -293,7 +299,7 @@ async def test_a_draft_head_goes_on_behind_a_resume(
 
 
 async def test_a_conversation_that_was_put_into_a_slot_belongs_to_whom_the_sender_says(
-    tiny_model: Callable[..., SyntheticModel], store: StoreProcess
+    tiny_model: Callable[..., SyntheticModel], store: StoreHere
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with parking_engine(model, store, slots=2) as engine:

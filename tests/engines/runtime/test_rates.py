@@ -86,11 +86,18 @@ def test_an_engine_tells_its_rates_and_forgets_a_session(
 
 @pytest.mark.parametrize(
     "broken",
-    [{"steps": []}, {"steps": [[2, 0.1], [1, 0.1]]}, {"prefill_token_s": "nan"}, {"slots": None}, {"sessions": 3}],
+    [
+        {"steps": []},
+        {"steps": [[2, 0.1], [1, 0.1]]},
+        {"prefill_token_s": "nan"},
+        {"slots": None},
+        {"sessions": 3},
+        {"links": 3},
+    ],
 )
 def test_what_cannot_be_rates_is_refused(broken: dict[str, object]) -> None:
     values: dict[str, object] = dict.fromkeys(EngineRates.__dataclass_fields__, 1)
-    values |= {"pending_tokens": [], "steps": [[1, 0.1]], "sessions": {}, "model": "m", "kv_group": ""}
+    values |= {"pending_tokens": [], "steps": [[1, 0.1]], "sessions": {}, "links": {}, "model": "m", "kv_group": ""}
     assert EngineRates.from_dict(values).slots == 1
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         EngineRates.from_dict(values | broken)

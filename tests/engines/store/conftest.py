@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.store.objects_made import close_all
+from tests.fault_table import pytest_terminal_summary
+
+__all__ = ["pytest_terminal_summary"]
 
 TMPFS = Path("/dev/shm")
 

@@ -390,3 +390,25 @@ def test_a_slab_that_is_cut_short_is_given_up_with_what_needed_it(memory: Path) 
     assert not lost.exists()
     assert not list(memory.glob("*/*.new"))
     check(again)
+
+
+# --- pins that nobody keeps up --------------------------------------------------------------------
+
+
+def test_a_pin_that_nobody_used_for_long_gives_way(memory: Path) -> None:
+    """Whoever pinned it may be gone: such pins may neither fill the memory nor keep others from pinning."""
+    clock = Clock()
+    store = new_store(memory, clock, capacity_bytes=5 * MB, pin_s=100)
+    save(store, "kv/used", [content(1, 1_000_000)], pinned=True)
+    save(store, "kv/left", [content(2, 1_000_000)], pinned=True)
+    clock.now += 60
+    store.get("kv/used")
+    with pytest.raises(StoreFull, match="pinned"):
+        save(store, "kv/late", [content(3, 1_000_000)], pinned=True)
+    clock.now += 60
+    save(store, "kv/late", [content(3, 1_000_000)], pinned=True)
+    for number in range(4, 12):
+        save(store, f"kv/{number}", [content(number, 900_000)])
+    assert store.manifests.get("kv/left") is None
+    assert read(store, "kv/used") == [content(1, 1_000_000)]
+    assert read(reopen(store), "kv/late") == [content(3, 1_000_000)]

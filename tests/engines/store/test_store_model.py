@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 from engines.store.errors import ObjectDamaged, ObjectNotFound, StoreFull
 from engines.store.objects import Lease, Reservation, StoredObject, prove
 from tests.engines.store.objects_made import MB, Clock, check, close_all, content, manifest_of, new_store, put, read
+from tests.engines.store.store_faults import TABLE
 
 NAMES = [f"kv/{n}" for n in range(12)]
 SIZES = [1, 4096, 70_000, 150_000, 400_000, 700_000]
@@ -41,6 +42,7 @@ class StoreModel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="test-store-", dir="/dev/shm"))
         self.clock = Clock()
         self.values: dict[str, Any] = {"capacity_bytes": 3 * MB, "slab_bytes": MB + 200_000, "session_manifests": 3}
+        self.values["pin_s"] = 1e7
         self.store = new_store(self.folder, self.clock, **self.values)
         self.saved: dict[str, list[bytes]] = {}
         self.pinned: set[str] = set()
@@ -91,6 +93,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def look(self, name: str) -> None:
         try:
+            TABLE.add("random histories: reads", trials=1, reads_checked=1)
             assert read(self.store, name) == self.saved[name]
         except ObjectNotFound:
             self.saved.pop(name, None)
@@ -144,6 +147,7 @@ class StoreModel(RuleBasedStateMachine):
         self.leases = [(end.until if isinstance(end, Lease) else end, seen) for end, seen in self.leases]
         self.store.close()
         self.store = new_store(self.folder, self.clock, **self.values)
+        TABLE.add("random histories: crashes", trials=1, faults=1)
         assert {stored.name: stored.manifest for stored in self.store.manifests} == before
 
     @precondition(lambda self: len(self.store.manifests) > 0)
@@ -157,6 +161,7 @@ class StoreModel(RuleBasedStateMachine):
         for other in self.store.manifests.of([hit]):
             self.saved.pop(other.name, None)
             self.pinned.discard(other.name)
+        TABLE.add("random histories: flipped bits", trials=1, faults=1)
         try:
             read(self.store, stored.name)
             raise AssertionError("wrong bytes were served")
@@ -168,6 +173,7 @@ class StoreModel(RuleBasedStateMachine):
     @invariant()
     def books_agree(self) -> None:
         if hasattr(self, "store"):
+            TABLE.add("random histories: steps", trials=1)
             check(self.store)
 
     @invariant()

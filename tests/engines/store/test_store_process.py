@@ -23,8 +23,10 @@ from engines.store.config import StoreConfig
 from engines.store.disk import DiskCopy
 from engines.store.home import LOCK, OWNER, Home, remove_abandoned
 from engines.store.manifests import write_envelope
+from engines.store.write_behind import WriteBehind
 from tests.engine_process import free_port
 from tests.engines.store.objects_made import config_in, content, manifest_of, new_store, save
+from tests.engines.store.store_faults import TABLE
 from tests.engines.store.store_process import ROOT, StoreProcess
 
 # --- configuration --------------------------------------------------------------------------------
@@ -165,6 +167,30 @@ async def test_after_a_reboot_the_last_manifests_come_back_from_disk(memory: Pat
             assert whole == b"late" + b"".join(chunks["kv/3"])
 
 
+async def test_what_is_deleted_while_it_is_read_back_stays_away(memory: Path, tmp_path: Path) -> None:
+    disk = DiskCopy(tmp_path, 10, 1 << 30)
+    for number in range(3):
+        data = [content(10 * number + n, 100_000) for n in range(3)]
+        for part in data:
+            disk.write_object(blake3.blake3(part).hexdigest(), memoryview(part))
+        disk.write_manifest(f"kv/{number}", write_envelope(f"kv/{number}", manifest_of(data)))
+    store = new_store(memory)
+    behind = WriteBehind(store, disk)
+    store.on_saved, store.on_deleted = behind.saved, behind.deleted
+    reading = asyncio.ensure_future(behind.read_back())
+    for _ in range(100_000):
+        if store.objects.by_digest:
+            break
+        await asyncio.sleep(0)
+    assert store.manifests.names("") == []
+    for number in range(3):
+        assert not store.delete(f"kv/{number}")
+    await reading
+    await behind.flush()
+    assert store.manifests.names("") == []
+    assert list(disk.newest()) == []
+
+
 async def counted(client: StoreClient, name: str, least: int) -> None:
     deadline = time.monotonic() + 20
     while (await client.store_info()).counts[name] < least:
@@ -248,6 +274,10 @@ def test_a_full_tmpfs_makes_it_evict_or_refuse_and_never_lie(tmp_path: Path) -> 
     assert ended.returncode == 0, ended.stderr
     results = [line.split() for line in ended.stdout.splitlines()]
     assert len(results) == len(sizes_kb)
+    for kind, there, refused, wrong in results:
+        full = kind != "roomy"
+        counts = {"reads_checked": int(there), "refused": int(refused), "wrong_bytes": int(wrong)}
+        TABLE.add("tmpfs full at some write", trials=1, faults=full, **counts)
     assert all(wrong == "0" for _, _, _, wrong in results), results
     kinds = [kind for kind, _, _, _ in results]
     assert (kinds[0], kinds[-1]) == ("unusable", "roomy")

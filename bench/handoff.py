@@ -1,0 +1,337 @@
+"""`python -m bench handoff`: conversations moved between two engine processes of this host, while they write and between turns.
+
+For each length: a prompt is computed (that is what a move saves), its stream moves to the other engine while it goes on, and what
+is then idle there moves back. `wall_vs_copy`: an idle move's time over copying as many bytes twice; `idle_vs_prefill`: computing
+the prompt over that time, both at the longest context; a pause is the gap in the client's stream over its median gap;
+`pause_slope_ms_per_10k` is how it grows with the context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import socket
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.errors import BenchError
+from bench.kv_copy import Copies, copies
+from bench.load import Prompts, Request, answer, client_session
+from bench.measures import median
+from bench.report import print_table
+from bench.servers import HYDRA, ServerSettings, compute_threads, model_path, serving
+from engines.rpc_handoff import HandoffClient
+from engines.wire_handoff import HandoffAnswer, HandoffBody
+
+SECRET = "a secret of this bench alone"
+PATH = "/v1/chat/completions"
+BEFORE_TOKENS, AFTER_TOKENS = 24, 40
+# Enough that a small model still writes when its move begins; a stream is left as soon as it has moved.
+ANSWER_TOKENS, ROOM_TOKENS = 2048, 2304
+PATIENCE_S = 300.0
+_TEXT = re.compile(rb'"delta":\{"(?:content|reasoning_content)":"(?!")')
+
+
+@dataclass(frozen=True)
+class Move:
+    """One conversation: moved live, then idle. Times in seconds; `pause_steps` in median gaps of its own stream."""
+
+    model: str
+    tokens: int
+    prefill_s: float
+    live_s: float
+    live_bytes: int
+    pause_s: float
+    pause_steps: float
+    engine_pause_ms: float
+    idle_s: float
+    idle_bytes: int
+    copy_s: float
+
+    @property
+    def wall_vs_copy(self) -> float:
+        return self.idle_s / self.copy_s
+
+    @property
+    def idle_vs_prefill(self) -> float:
+        return self.prefill_s / self.idle_s
+
+
+@dataclass
+class Side:
+    """One engine, and how to ask it for moves."""
+
+    base_url: str
+    rpc_port: int
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--model", action="append", help="dense, hybrid, or as for engine (default: dense and hybrid)")
+    command.add_argument("--contexts", default="1024,4096,16384", help="tokens of the conversations")
+    command.add_argument("--rounds", type=int, default=3, help="conversations of each length")
+    command.add_argument("--budget-s", type=float, default=0.0, help="begin nothing after so many seconds; 0: no bound")
+    command.add_argument("--out", type=Path, help="file for all figures, as JSON")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    options.logs.mkdir(parents=True, exist_ok=True)
+    contexts = sorted(int(text) for text in options.contexts.split(","))
+    ends_at = time.monotonic() + options.budget_s if options.budget_s else None
+    moves: list[Move] = []
+    for name in options.model or ["dense", "hybrid"]:
+        path = model_path(f"synthetic:{name}" if name in ("dense", "hybrid") else name)
+        if ends_at is not None and time.monotonic() > ends_at and moves:
+            break
+        moves += _Bench(name, path, contexts, options, ends_at).run()
+        if options.out:
+            options.out.write_text(json.dumps([asdict(move) for move in moves]))
+    if not moves:
+        raise BenchError("the time was up before anything was measured")
+    _show(moves)
+    return summary(moves)
+
+
+def summary(moves: list[Move]) -> dict[str, Any]:
+    """The bench's last line. Ratios at the longest context that was measured, the worst model counting."""
+    longest = max(move.tokens for move in moves) * 0.75
+    long_moves = [[m for m in moves if m.model == model and m.tokens >= longest] for model in {m.model for m in moves}]
+    of_models = [found for found in long_moves if found]
+    slopes = [slope_ms_per_10k([m for m in moves if m.model == model]) for model in {m.model for m in moves}]
+    return {
+        "wall_vs_copy": round(max(median([m.wall_vs_copy for m in found]) or 0.0 for found in of_models), 3),
+        "idle_vs_prefill": round(min(median([m.idle_vs_prefill for m in found]) or 0.0 for found in of_models), 2),
+        "pause_steps_p50": round(median([m.pause_steps for m in moves]) or 0.0, 2),
+        "pause_slope_ms_per_10k": round(max(slopes), 3),
+        "pause_ms_p50": round(1000 * (median([m.pause_s for m in moves]) or 0.0), 3),
+    }
+
+
+def slope_ms_per_10k(moves: list[Move]) -> float:
+    """How much longer a pause is with 10,000 tokens more, by least squares; 0 for one length."""
+    if len({move.tokens for move in moves}) < 2:
+        return 0.0
+    slope, _ = statistics.linear_regression([m.tokens / 10_000 for m in moves], [m.pause_s * 1000 for m in moves])
+    return slope
+
+
+class _Bench:
+    def __init__(
+        self, name: str, path: Path, contexts: list[int], options: argparse.Namespace, ends_at: float | None
+    ) -> None:
+        self._name, self._contexts, self._options, self._ends_at = name, contexts, options, ends_at
+        threads = compute_threads(options.threads)
+        cells = contexts[-1] + ROOM_TOKENS
+        self._ports = [_free_port(), _free_port()]
+        self._settings = [
+            ServerSettings(path, 1, cells, threads, options.gpu_layers, engine=dict(options.set) | _rpc_settings(port))
+            for port in self._ports
+        ]
+        self._fence = 0
+
+    def run(self) -> list[Move]:
+        logs = self._options.logs
+        with serving(HYDRA, self._settings[0], logs) as first, serving(HYDRA, self._settings[1], logs) as second:
+            sides = [Side(engine.base_url, port) for engine, port in zip((first, second), self._ports, strict=True)]
+            return asyncio.run(self._moves(sides))
+
+    async def _moves(self, sides: list[Side]) -> list[Move]:
+        found: list[Move] = []
+        async with client_session() as web:
+            prompts = await _calibrated(web, sides[0])
+            await self._warm(web, sides, prompts)
+            for round_number in range(self._options.rounds):
+                for context in self._contexts:
+                    if self._ends_at is not None and time.monotonic() > self._ends_at:
+                        return found
+                    found.append(await self._one(web, sides, prompts.messages(context, context, round_number)))
+                    print(_row(found[-1]), file=sys.stderr, flush=True)
+        return found
+
+    async def _warm(self, web: aiohttp.ClientSession, sides: list[Side], prompts: Prompts) -> None:
+        """Both have read their model's file and made their buffers."""
+        await self._one(web, sides, prompts.messages(self._contexts[0], "warm"))
+
+    async def _one(self, web: aiohttp.ClientSession, sides: list[Side], messages: list[dict[str, str]]) -> Move:
+        home, away = sides
+        request = Request(messages, ANSWER_TOKENS)
+        stream = _Stream(web, request.body(), f"s{self._fence}")
+        reading = asyncio.ensure_future(stream.read(home, away))
+        await stream.until(BEFORE_TOKENS, reading)
+        live = await self._handoff(home, away, stream.session)
+        await stream.until(len(stream.arrivals) + AFTER_TOKENS, reading)
+        reading.cancel()
+        await asyncio.wait((reading,))
+        idle = await self._handoff(away, home, stream.session)
+        pause_s, steps = stream.pause()
+        return Move(
+            model=self._name,
+            tokens=live.tokens,
+            prefill_s=stream.arrivals[0] - stream.sent_at,
+            live_s=live.seconds,
+            live_bytes=live.sent_bytes,
+            pause_s=pause_s,
+            pause_steps=steps,
+            engine_pause_ms=live.pause_ms,
+            idle_s=idle.seconds,
+            idle_bytes=idle.sent_bytes,
+            copy_s=_copy_s(copies(idle.sent_bytes, self._options.gpu_layers), idle.sent_bytes),
+        )
+
+    async def _handoff(self, source: Side, target: Side, session: str) -> HandoffAnswer:
+        self._fence += 1
+        body = HandoffBody(
+            f"h{self._fence}", self._fence, session, "127.0.0.1", target.rpc_port, SECRET, deadline_s=PATIENCE_S
+        )
+        async with HandoffClient("127.0.0.1", source.rpc_port, secret=SECRET) as client:
+            return await client.handoff(body)
+
+
+@dataclass
+class _Stream:
+    """A site's side of one answer: it opens the other end when it hears of a move, and reads on there."""
+
+    web: aiohttp.ClientSession
+    body: dict[str, Any]
+    session: str
+    sent_at: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    switched_after: int = 0
+
+    async def read(self, home: Side, away: Side) -> None:
+        self.sent_at = time.monotonic()
+        coming: asyncio.Task[aiohttp.ClientResponse] | None = None
+        moved = False
+        async with await self._post(home.base_url + PATH) as response:
+            async for event in _events(response):
+                if event.startswith(b"event: hydra."):
+                    moved = event.startswith(b"event: hydra.moved")
+                    handoff = json.loads(event.split(b"data: ")[1])["handoff"]
+                    url = f"{away.base_url}/handoffs/{handoff}/stream"
+                    coming = coming or asyncio.ensure_future(self._post(url, {"X-Hydra-Path": PATH}))
+                else:
+                    self._note(event)
+        if not moved or coming is None:
+            return
+        self.switched_after = len(self.arrivals)
+        async with await coming as response:
+            async for event in _events(response):
+                self._note(event)
+
+    async def _post(self, url: str, more: dict[str, str] | None = None) -> aiohttp.ClientResponse:
+        headers = {
+            "X-Request-Id": self.session,
+            "X-Hydra-Session": self.session,
+            "X-Hydra-Follows": "1",
+            **(more or {}),
+        }
+        response = await self.web.post(url, json=self.body, headers=headers)
+        if response.status != 200:
+            raise BenchError(f"{url} answered {response.status}: {(await response.text())[:400]}")
+        return response
+
+    def _note(self, event: bytes) -> None:
+        if _TEXT.search(event):
+            self.arrivals.append(time.monotonic())
+
+    async def until(self, count: int, reading: asyncio.Task[None]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.arrivals) < count:
+                if reading.done():
+                    reading.result()
+                    raise BenchError(f"an answer ended after {len(self.arrivals)} pieces, before it could move")
+                await asyncio.sleep(0.001)
+
+    def pause(self) -> tuple[float, float]:
+        """The gap at the move without a usual one, and in usual ones."""
+        if not 1 < self.switched_after < len(self.arrivals):
+            raise BenchError("the stream did not move")
+        gaps = [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        # Those after the move are undisturbed; while it leaves a generation is slowed as well.
+        usual_s = statistics.median(gaps[self.switched_after :])
+        pause_s = max(0.0, gaps[self.switched_after - 1] - usual_s)
+        return pause_s, pause_s / usual_s if usual_s else 0.0
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    pending = b""
+    async for data in response.content.iter_any():
+        *events, pending = (pending + data).split(b"\n\n")
+        for event in events:
+            yield event
+
+
+async def _calibrated(web: aiohttp.ClientSession, side: Side) -> Prompts:
+    words = (100, 300)
+    lengths = []
+    for count in words:
+        request = Request(Prompts(0.0, 1.0).messages(count, "calibration"), 1)
+        lengths.append((await answer(web, side.base_url, request)).prompt_tokens)
+    return Prompts().calibrated(words, (lengths[0], lengths[1]))
+
+
+def _copy_s(copying: Copies, size_bytes: int) -> float:
+    """Out and in again, the better of three."""
+    import numpy as np
+
+    source = np.ones(size_bytes, dtype=np.uint8)
+    return min(copying.out_s(size_bytes) + copying.in_s(size_bytes, source) for _ in range(3))
+
+
+def _rpc_settings(port: int) -> dict[str, Any]:
+    return {"rpc_port": port, "rpc_secret": SECRET}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+COLUMNS = (
+    "model",
+    "tokens",
+    "prefill s",
+    "live s",
+    "live MB",
+    "pause ms",
+    "engines' ms",
+    "steps",
+    "idle s",
+    "idle MB",
+    "vs copy",
+    "vs prefill",
+)
+
+
+def _row(move: Move) -> str:
+    return " ".join(_cells(move))
+
+
+def _cells(move: Move) -> list[str]:
+    return [
+        move.model,
+        str(move.tokens),
+        f"{move.prefill_s:.3f}",
+        f"{move.live_s:.3f}",
+        f"{move.live_bytes / 1e6:.1f}",
+        f"{move.pause_s * 1000:.2f}",
+        f"{move.engine_pause_ms:.2f}",
+        f"{move.pause_steps:.2f}",
+        f"{move.idle_s:.4f}",
+        f"{move.idle_bytes / 1e6:.1f}",
+        f"{move.wall_vs_copy:.2f}",
+        f"{move.idle_vs_prefill:.1f}",
+    ]
+
+
+def _show(moves: list[Move]) -> None:
+    print_table("handoffs", COLUMNS, [_cells(move) for move in moves])

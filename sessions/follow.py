@@ -1,0 +1,151 @@
+"""How a relayed answer follows its generation to another engine.
+
+An engine's stream says `hydra.moving` while the other engine takes the generation in; that one's continuation is opened at
+once, so that it is there when the first token is. It says `hydra.moved` as its last word; an engine that dies after the move
+could not say that any more, and the continuation tells. These events stay inside; the client sees one unbroken stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from engines.client import ANSWER_TIMEOUT_S, EngineClient
+from engines.errors import EngineError, EngineUnreachable, GenerationMoved, HandoffUnknown
+from engines.services import EngineEndpoint
+from pools.db import in_db
+from sessions import handoffs
+from sessions.dialects import CHAT, COMPLETIONS, MESSAGES
+from sessions.engine_call import EngineCall
+
+# What an engine can continue is what it would have sent; other dialects give names of their own to parts of an answer.
+FOLLOWED = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, MESSAGES))
+MARK = b"event: hydra."
+FOLLOWS_HEADER, PATH_HEADER = "X-Hydra-Follows", "X-Hydra-Path"
+ARRIVAL_TRIES = 3
+ARRIVAL_PAUSE_S = 0.3
+# A lost engine's move was committed or was not; the other one knows within its own patience with a silent source.
+LOST_PATIENCE_S = 25.0
+MAX_NAME_CHARS = 64
+MAX_REFUSAL_BYTES = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Where an answer goes on."""
+
+    endpoint: EngineEndpoint
+    response: aiohttp.ClientResponse
+
+
+class Follower:
+    """Of one answer; `close` it. `moved` is set once the engine has said that it has sent all it ever will."""
+
+    def __init__(self, call: EngineCall, request_id: uuid.UUID, headers: Callable[[], dict[str, str]]) -> None:
+        self.moved = False
+        self._call, self._request_id, self._headers = call, request_id, headers
+        self._handoff = ""
+        self._coming: asyncio.Task[Continuation] | None = None
+
+    @property
+    def expects(self) -> bool:
+        """Whether some engine was about to take the generation in."""
+        return bool(self._handoff)
+
+    def without_moves(self, frames: bytes) -> bytes:
+        """Whole frames without those between engine and site."""
+        kept = []
+        for frame in frames.split(b"\n\n"):
+            if frame.startswith(MARK):
+                self._heard(frame)
+            else:
+                kept.append(frame)
+        return b"\n\n".join(kept)
+
+    def _heard(self, frame: bytes) -> None:
+        name, _, data = frame[len(MARK) :].partition(b"\ndata: ")
+        handoff = str(json.loads(data)["handoff"])[:MAX_NAME_CHARS]
+        self.moved = name == b"moved"
+        self.expect(handoff)
+
+    def expect(self, handoff: str) -> None:
+        if handoff != self._handoff:
+            self._drop()
+            self._handoff = handoff
+            self._coming = asyncio.create_task(self._opened(handoff), name=f"follow-{handoff}")
+
+    async def arrived(self) -> Continuation:
+        """The answer as it goes on. Raises an EngineError when it does not."""
+        for tries_left in reversed(range(ARRIVAL_TRIES)):
+            assert self._coming is not None
+            try:
+                async with asyncio.timeout(LOST_PATIENCE_S):
+                    arrived = await self._coming
+            except (EngineUnreachable, HandoffUnknown) as error:
+                if not tries_left or not self.moved:
+                    raise
+                logger.info("handoff %s: %s; asking again", self._handoff, error)
+                await asyncio.sleep(ARRIVAL_PAUSE_S)
+                self._coming = asyncio.create_task(self._opened(self._handoff))
+            except TimeoutError as error:
+                raise EngineUnreachable("The engine that took the request over does not go on.") from error
+            else:
+                self._coming, self._handoff, self.moved = None, "", False
+                return arrived
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _opened(self, handoff: str) -> Continuation:
+        endpoint = await in_db(handoffs.target_of, handoff)
+        response = await EngineClient(endpoint.base_url, endpoint.secret).call(
+            "POST",
+            f"/handoffs/{handoff}/stream",
+            self._call.raw,
+            request_id=str(self._request_id),
+            # It says nothing until the generation is there, and nothing between the pieces of a whole answer.
+            silence_s=ANSWER_TIMEOUT_S,
+            headers={**self._headers(), PATH_HEADER: self._call.dialect.path},
+        )
+        if response.status != 200:
+            moved_on = await _moved_on(response)
+            response.close()
+            if moved_on:
+                raise GenerationMoved("It moved on.", param=moved_on)
+            raise HandoffUnknown(f"The engine {endpoint.name} does not go on with the request ({response.status}).")
+        return Continuation(endpoint, response)
+
+    def close(self) -> None:
+        """Whatever was opened and not taken is let go, which ends a generation that nobody reads."""
+        self._drop()
+        self._handoff = ""
+
+    def _drop(self) -> None:
+        if self._coming is not None:
+            self._coming.cancel()
+            self._coming.add_done_callback(_let_go)
+            self._coming = None
+
+
+async def _moved_on(response: aiohttp.ClientResponse) -> str:
+    """The next handoff, where an answer in one piece moved on meanwhile."""
+    try:
+        error = json.loads(await response.content.read(MAX_REFUSAL_BYTES))["error"]
+        return str(error["param"]) if error["code"] == GenerationMoved.code else ""
+    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _let_go(coming: asyncio.Task[Continuation]) -> None:
+    if coming.cancelled():
+        return
+    if coming.exception() is None:
+        coming.result().response.close()
+    elif not isinstance(coming.exception(), EngineError):
+        logger.error("a continuation could not be opened: %r", coming.exception())
