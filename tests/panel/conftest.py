@@ -33,27 +33,33 @@ def small_pool(transactional_db: None) -> SmallPool:
 
 
 @pytest.fixture
-async def stand_in(small_pool: SmallPool) -> AsyncIterator[EngineStandIn]:
+async def background(transactional_db: None) -> AsyncIterator[None]:
+    """What requests write behind their answers ends before the tables are emptied, which it would deadlock with."""
+    from sessions.relay import lease_desk
+    from sessions.turn import wait_for_writes
+
+    yield
+    await wait_for_writes(20.0)
+    await lease_desk().settled()
+    await lease_desk().close(20.0)
+    await close_client_session()
+
+
+@pytest.fixture
+async def stand_in(small_pool: SmallPool, background: None) -> AsyncIterator[EngineStandIn]:
     """The small pool's engine, answering."""
     from engines.models import Engine
     from pools.db import in_db
-    from sessions.relay import lease_desk
-    from sessions.turn import wait_for_writes
 
     engine = EngineStandIn()
     await engine.start()
     await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, http_port=engine.port)
     yield engine
-    await wait_for_writes(20.0)
-    # Leases are given back in the background, which must not meet the emptying of the tables.
-    await lease_desk().settled()
-    await lease_desk().close(20.0)
-    await close_client_session()
     await engine.stop()
 
 
 @pytest.fixture
-async def open_page(admin: User) -> AsyncIterator[OpenPage]:
+async def open_page(admin: User, background: None) -> AsyncIterator[OpenPage]:
     """Opens a WebSocket as a logged-in page (or as `user`); all are closed at the end."""
     from tests.panel.page import Page
 
