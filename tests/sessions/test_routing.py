@@ -62,7 +62,7 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.soak), "qwen35"])
 async def test_a_conversation_stays_warm_and_outlives_its_engine(start: Any, architecture: str) -> None:
     pool = await start(architecture, 2)
     talk = Conversation(LocalClient(), {"X-Session-Id": "river"})

@@ -171,7 +171,9 @@ async def stayed(
     return follower
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35", marks=pytest.mark.soak), "qwen35moe"])
+@pytest.mark.parametrize(
+    "architecture", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "qwen35")), "qwen35moe"]
+)
 async def test_a_stream_that_moves_twice_is_the_one_that_stayed(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
 ) -> None:
@@ -205,7 +207,7 @@ async def test_a_stream_that_moves_twice_is_the_one_that_stayed(
     assert cached >= 0.9 * (moving.usage["prompt_tokens"] + moving.usage["completion_tokens"])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35", "qwen35moe"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35", marks=pytest.mark.soak), "qwen35moe"])
 async def test_a_conversation_that_moves_between_all_turns_answers_the_same(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
 ) -> None:

@@ -50,7 +50,7 @@ def chat(engine: EngineProcess, *texts: str, system: str = SYSTEM, **headers: st
     return answer["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.soak), "qwen35"])
 def test_a_conversation_outlives_its_engine_and_the_store(
     tiny_model: Callable[..., SyntheticModel], store: StoreProcess, tmp_path: Path, architecture: str
 ) -> None:

@@ -284,7 +284,7 @@ def places(pair: Pair, count: int) -> list[int]:
 FAULTS = ("cut", "stalled", "truncated", "duplicated", "flipped")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("count", [1, pytest.param(60, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_state_that_is_broken_on_the_way_never_gives_another_answer(pair: Pair, fault: str, count: int) -> None:
     # Each stall takes as long as the two sides wait.

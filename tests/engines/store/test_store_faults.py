@@ -18,7 +18,7 @@ from tests.engines.store.store_process import StoreProcess
 SIZES = [1, 5000, 70_000, 300_000]
 
 
-@pytest.mark.parametrize("trials", [30, pytest.param(3000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("trials", [10, pytest.param(3000, marks=pytest.mark.soak)])
 def test_a_flipped_bit_is_never_served(memory: Path, trials: int) -> None:
     """Anywhere in an object that two manifests may share, seen by the process that stored it or by the next one."""
     numbers = random.Random(7)
@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_never_served(memory: Path, trials: int) -> None:
     assert wrong == 0
 
 
-@pytest.mark.parametrize("trials", [20, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("trials", [6, pytest.param(2000, marks=pytest.mark.soak)])
 def test_what_is_leased_stays_while_all_else_is_evicted(memory: Path, trials: int) -> None:
     numbers = random.Random(8)
     clock = Clock()
@@ -72,7 +72,7 @@ def test_what_is_leased_stays_while_all_else_is_evicted(memory: Path, trials: in
     assert (wrong, lost, refused) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("trials", [20, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("trials", [6, pytest.param(1000, marks=pytest.mark.soak)])
 async def test_of_two_writers_of_one_key_both_get_the_first_ones_object(
     memory: Path, tmp_path: Path, trials: int
 ) -> None:
