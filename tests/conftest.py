@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import django
+import psycopg
 import pytest
 from django.conf import settings
 
@@ -55,6 +56,7 @@ def servers(pytestconfig: pytest.Config) -> Iterator[Services]:
 
     with embedded_servers(pytestconfig.stash[_home]) as running:
         assert running.broker_url is not None
+        _without_durability(running.database_url)
         addresses.use_database(running.database_url)
         settings.CHANNEL_LAYERS = {
             "default": {
@@ -64,6 +66,15 @@ def servers(pytestconfig: pytest.Config) -> Iterator[Services]:
         }
         app.conf.broker_url = running.broker_url
         yield running
+
+
+def _without_durability(database_url: str | None) -> None:
+    """Emptying all tables between two tests writes a file for each; nobody needs those after a power failure."""
+    assert database_url is not None
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        for setting in ("fsync", "full_page_writes", "synchronous_commit"):
+            connection.execute(f"ALTER SYSTEM SET {setting} = off")
+        connection.execute("SELECT pg_reload_conf()")
 
 
 @pytest.fixture(scope="session")

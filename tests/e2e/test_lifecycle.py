@@ -28,6 +28,7 @@ def mortal(home: Path, pulled_smollm2: PulledModel) -> Iterator[Stack]:
     stack.close()
 
 
+@pytest.mark.soak
 def test_it_comes_back_after_kill_9_and_a_clean_stop_leaves_nothing(mortal: Stack) -> None:
     """One long story instead of five starts: first start, supervisor killed, everything killed, Ctrl-C."""
     modes, memory = modes_above(mortal.home), shared_memory()

@@ -183,6 +183,7 @@ def test_a_store_takes_the_secret_of_the_pool_that_its_host_has_joined(home: Pat
     assert [entry.name for page in caller(joined).snapshots() for entry in page] == ["kv/one"]
 
 
+@pytest.mark.soak
 def test_another_size_replaces_the_store_at_the_next_start_of_the_stack_and_loses_nothing(
     home: Path, settings: Any
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_port_that_somebody_took_is_given_up(home: Path) -> None:
     assert moved.secret == store.secret
 
 
+@pytest.mark.soak
 def test_a_frozen_store_is_told_and_ended_when_it_stays_silent(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed()
     store = look_until("ready", home / "store")

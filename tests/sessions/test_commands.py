@@ -78,6 +78,7 @@ def test_bootstrap_writes_admin_host_model_and_engine_and_can_be_repeated(
     assert not admin.check_password("other")
 
 
+@pytest.mark.soak
 def test_bootstrap_takes_the_given_password_and_a_model_that_was_pulled_by_path(
     manage: Run, tiny_model: Callable[..., SyntheticModel]
 ) -> None:
