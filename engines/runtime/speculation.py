@@ -114,6 +114,8 @@ class Speculation:
 
     def propose(self, decoding: list[Slot]) -> dict[Slot, tuple[int, ...]]:
         """Drafts for the next step, by slot; empty for a step without. There must be a free cell per slot beforehand."""
+        # Of a step that failed, which nobody was told of.
+        self._drafting_s, self._peeks = None, []
         generations = [slot.generation for slot in decoding if slot.generation is not None]
         room = self._cache.ledger.free // max(len(decoding), 1) - 1
         longest = min([room, self.length.longest, *(generation.longest_draft for generation in generations)])
@@ -150,11 +152,10 @@ class Speculation:
         """A step took so long; feeds what has piled up for the head meanwhile."""
         if all(row.draws and row.count == 1 + len(row.draft) for row in rows):
             self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
-        self._drafting_s = None
         for generation, place, token in self._peeks:
             if len(generation.tokens) > place:
                 self.length.saw(generation.acceptance, 1, int(generation.tokens[place] == token))
-        self._peeks = []
+        self._drafting_s, self._peeks = None, []
         if self.head is not None:
             self.head.feed_backlog([row.slot for row in rows])
 

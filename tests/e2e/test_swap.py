@@ -17,7 +17,8 @@ import pytest
 
 from tests.conftest import PulledModel
 from tests.e2e.test_api import HELLO, chat, request
-from tests.stack import ROOT, Stack
+from tests.hydra_process import ROOT
+from tests.stack import Stack
 from tests.synthetic_gguf import write_llama
 
 MODEL, OTHER = "smollm2-135m", "other"
