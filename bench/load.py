@@ -32,9 +32,12 @@ WORDS = _WORDS_TEXT.split()
 
 @dataclass(frozen=True)
 class Request:
-    """One chat request to send; `slot` asks llama-server for a certain slot, other servers choose themselves."""
+    """One chat request to send, or, with token ids in place of messages, one completion.
 
-    messages: list[dict[str, str]]
+    `slot` asks llama-server for a certain slot, other servers choose themselves.
+    """
+
+    messages: list[dict[str, str]] | list[int]
     new_tokens: int
     sampling: str = "greedy"
     seed: int = 1
@@ -42,11 +45,19 @@ class Request:
     extra: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_chat(self) -> bool:
+        return not (self.messages and isinstance(self.messages[0], int))
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.is_chat else "/v1/completions"
+
     def body(self) -> dict[str, Any]:
         slot = {} if self.slot is None else {"id_slot": self.slot}
         return {
             "model": MODEL_NAME,
-            "messages": self.messages,
+            "messages" if self.is_chat else "prompt": self.messages,
             "max_tokens": self.new_tokens,
             "seed": self.seed,
             "stream": True,
@@ -113,8 +124,7 @@ async def answer(session: aiohttp.ClientSession, base_url: str, request: Request
     arrivals: list[float] = []
     usage: dict[str, Any] = {}
     try:
-        url = f"{base_url}/v1/chat/completions"
-        async with session.post(url, json=request.body(), headers=request.headers) as response:
+        async with session.post(base_url + request.path, json=request.body(), headers=request.headers) as response:
             if response.status != 200:
                 raise BenchError(f"{base_url} answered {response.status}: {(await response.text())[:400]}")
             pending = b""
@@ -146,5 +156,7 @@ def _read_event(event: bytes) -> tuple[bool, dict[str, Any] | None]:
     chunk = json.loads(event[6:])
     if "error" in chunk:
         raise BenchError(f"an answer broke off: {json.dumps(chunk['error'])[:400]}")
-    delta = chunk["choices"][0].get("delta") or {} if chunk.get("choices") else {}
-    return bool(delta.get("content") or delta.get("reasoning_content")), chunk.get("usage")
+    choice = chunk["choices"][0] if chunk.get("choices") else {}
+    delta = choice.get("delta") or {}
+    has_text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+    return bool(has_text), chunk.get("usage")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Shape:
     """The sizes of a model; linear, state and expert sizes are 0 where the architecture has none.
 
     With `knows_next` one token follows another by a fixed permutation, by a wide margin, and the draft head knows it but for
-    the tokens that `DraftTable` chose; nothing is left of the context in the text then.
+    the tokens that `set_wrong_drafts` chose; nothing is left of the context in the text then.
     """
 
     architecture: str
@@ -288,10 +288,14 @@ class BlockPool:
         return self._scaled[deviation]
 
 
+def text_circle(vocabulary: Vocabulary, seed: int = 0) -> npt.NDArray[np.int64]:
+    """The tokens of a `knows_next` model's text: each is followed by the next, the last by the first, in a random order."""
+    return np.random.default_rng(seed).permutation(np.flatnonzero(vocabulary.plain))
+
+
 def _of_predecessors(embedding: npt.NDArray[np.uint8], vocabulary: Vocabulary, seed: int) -> npt.NDArray[np.uint8]:
-    """Output rows that like the embedding of the one token before: text follows text in one circle, in a random order."""
-    text = np.flatnonzero(vocabulary.plain)
-    circle = np.random.default_rng(seed).permutation(text)
+    """Output rows that like the embedding of the one token before."""
+    circle = text_circle(vocabulary, seed)
     rows = embedding.copy()
     rows[np.roll(circle, -1)] = embedding[circle]
     blocks = rows.reshape(len(rows), -1, BLOCK_BYTES)
@@ -300,20 +304,20 @@ def _of_predecessors(embedding: npt.NDArray[np.uint8], vocabulary: Vocabulary, s
     return rows
 
 
-class DraftTable:
-    """The draft head's own token table in the file of a `knows_next` model."""
+def set_wrong_drafts(path: Path, arcs: Sequence[tuple[npt.NDArray[np.int64], float]], seed: int = 0) -> None:
+    """Makes the draft head of a `knows_next` model wrong behind a share of the tokens of each arc of its text.
 
-    def __init__(self, path: Path) -> None:
-        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path, "r+").tensors}
-        self._rows = next(tensor.data for name, tensor in tensors.items() if name.endswith("nextn.embed_tokens.weight"))
-        self._true = np.array(tensors["token_embd.weight"].data)
-
-    def set_wrong(self, share: float, seed: int = 0) -> None:
-        """Makes drafts wrong behind a share of the tokens, in the file itself, which nobody may have loaded."""
-        wrong = np.random.default_rng(seed).random(len(self._true)) < share
-        self._rows[:] = self._true
-        self._rows[wrong] = np.roll(self._true, 1, axis=0)[wrong]
-        self._rows.flush()
+    The file itself is written, which nobody may have loaded. Elsewhere drafts are right.
+    """
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path, "r+").tensors}
+    rows = next(tensor.data for name, tensor in tensors.items() if name.endswith("nextn.embed_tokens.weight"))
+    true = np.array(tensors["token_embd.weight"].data)
+    rng = np.random.default_rng(seed)
+    rows[:] = true
+    for tokens, share in arcs:
+        wrong = tokens[rng.random(len(tokens)) < share]
+        rows[wrong] = np.roll(true, 1, axis=0)[wrong]
+    rows.flush()
 
 
 def _only_text(rows: npt.NDArray[np.uint8], vocabulary: Vocabulary) -> npt.NDArray[np.uint8]:

@@ -1,32 +1,50 @@
 """`python -m bench spec`: drafts of fixed lengths and of the length that the engine chooses, by how often they are right.
 
-One model serves all acceptance rates: its draft head's token table is changed in the file between the servers' lives. Ours
-without drafts is a server of its own, since a draft head costs something even where it is not asked.
+One model serves all acceptance rates: its text is one long circle of tokens, and the draft head is wrong as often as wanted on
+an arc for each rate. All servers live at once and are measured in turn, so that a card's warmth is the same for all; ours without
+drafts is a server of its own, since a draft head costs something even where it is not asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import random
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
 from bench.errors import BenchError
-from bench.load import Prompts, Request, client_session, drive
+from bench.load import Request, client_session, drive
 from bench.measures import median, steady_rate, whole_rate
-from bench.models import DraftTable
+from bench.models import set_wrong_drafts, text_circle
 from bench.report import print_table
 from bench.servers import FORMS, HYDRA, ServerSettings, compute_threads, model_path, serving
+from bench.vocabulary import qwen35
 
 LENGTHS = (0, 1, 2, 3, 4)
 AUTO, NONE, PEER = "auto", "none", "llama-server"
 PEER_LENGTHS = [1, 3]
 PROMPT_TOKENS = 48
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 32
 CONTEXT_STEP_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to answer: the server that does, and what its requests say beside the prompt."""
+
+    name: str
+    base_url: str
+    extra: Mapping[str, Any]
 
 
 class Rates:
@@ -75,27 +93,36 @@ def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
     if not options.model.startswith("synthetic:") or not options.model.endswith("-drafts"):
         raise BenchError(f"{options.model} has no draft head that can be made wrong; say synthetic:hybrid-drafts")
     model = model_path(options.model)
-    table = DraftTable(model)
+    arcs = dict(zip(options.acceptance, np.array_split(text_circle(qwen35()), len(options.acceptance)), strict=True))
+    set_wrong_drafts(model, [(tokens, 1 - acceptance) for acceptance, tokens in arcs.items()])
     rates = Rates()
     options.logs.mkdir(parents=True, exist_ok=True)
-    plain = _settings(options, model, peer, {"speculation": "none"}, ())
-    for acceptance in options.acceptance:
-        # Nothing changes for it, but it is measured near to what it is compared with.
-        _life(HYDRA, plain, options, acceptance, {NONE: {}}, rates)
-        table.set_wrong(1 - acceptance)
-        ours = _settings(options, model, peer, {"speculation": "mtp", "draft_tokens": max(LENGTHS)}, ())
-        fixed = {str(n): {"speculative.n_min": n, "speculative.n_max": n} for n in LENGTHS}
-        _life(HYDRA, ours, options, acceptance, {AUTO: {}, **fixed}, rates)
-        for length in filter(None, options.peer_lengths if peer else []):
-            # It does not heed a request's own length.
-            flags = ("--spec-type", "draft-mtp", "--spec-draft-n-max", str(length))
-            theirs = _settings(options, model, peer, {}, flags)
-            _life(options.peer_form, theirs, options, acceptance, {f"{PEER} {length}": {}}, rates)
+    with contextlib.ExitStack() as servers:
+        asyncio.run(_measure(_variants(options, model, peer, servers), arcs, options, rates))
     _print(options, rates)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([[*key, *values] for key, values in rates.rounds.items()], indent=1))
     return last_line(options, rates)
+
+
+def _variants(
+    options: argparse.Namespace, model: Path, peer: Path | None, servers: contextlib.ExitStack
+) -> list[Variant]:
+    def started(form: str, engine: dict[str, Any], *flags: str) -> str:
+        settings = _settings(options, model, peer, engine, flags)
+        return servers.enter_context(serving(form, settings, options.logs)).base_url
+
+    plain = started(HYDRA, {"speculation": "none"})
+    drafting = started(HYDRA, {"speculation": "mtp", "draft_tokens": max(LENGTHS)})
+    fixed = [Variant(str(n), drafting, {"speculative.n_min": n, "speculative.n_max": n}) for n in LENGTHS]
+    theirs = []
+    for length in filter(None, options.peer_lengths if peer else []):
+        # It does not heed a request's own length.
+        url = started(options.peer_form, {}, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length))
+        theirs.append(Variant(f"{PEER} {length}", url, {}))
+    # Ours that are compared with each other stand side by side.
+    return [*fixed, Variant(NONE, plain, {}), Variant(AUTO, drafting, {}), *theirs]
 
 
 def _settings(
@@ -114,50 +141,58 @@ def _settings(
     )
 
 
-def _life(
-    form: str,
-    settings: ServerSettings,
-    options: argparse.Namespace,
-    acceptance: float,
-    variants: Mapping[str, Mapping[str, Any]],
-    rates: Rates,
-) -> None:
-    with serving(form, settings, options.logs) as server:
-        asyncio.run(_measure(server.base_url, options, acceptance, variants, rates))
-
-
 async def _measure(
-    base_url: str,
+    variants: list[Variant],
+    arcs: Mapping[float, npt.NDArray[np.int64]],
     options: argparse.Namespace,
-    acceptance: float,
-    variants: Mapping[str, Mapping[str, Any]],
     rates: Rates,
 ) -> None:
     async with client_session() as session:
-        for streams in options.streams:
-            for name, extra in variants.items():
-                # An engine knows from its traffic what drafts are worth: auto has seen as much as is then measured, and
-                # so has what it is compared with, since a card slows down as it grows warm.
-                tokens = options.new_tokens if name in (AUTO, NONE) else WARM_UP_TOKENS
-                await drive(session, base_url, _requests(options, streams, tokens, extra, "warm-up", name))
-        for round_index in range(options.rounds):
+        for acceptance, tokens in arcs.items():
             for streams in options.streams:
-                for name, extra in variants.items():
-                    requests = _requests(options, streams, options.new_tokens, extra, round_index, name, acceptance)
-                    records = await drive(session, base_url, requests)
-                    rate = steady_rate(records) or whole_rate(records)
-                    rates.add(acceptance, streams, name, rate)
-                    print(f"  {acceptance} {name} × {streams}: {rate:.1f} tok/s", file=sys.stderr, flush=True)
+                for variant in variants:
+                    # An engine knows from its traffic what drafts are worth: auto has seen as much as is then measured.
+                    count = options.new_tokens if variant.name == AUTO else WARM_UP_TOKENS
+                    await drive(session, variant.base_url, _requests(variant, tokens, streams, count, options, "warm"))
+            for round_index in range(options.rounds):
+                for streams in options.streams:
+                    await _round(session, variants, tokens, (acceptance, streams), options, round_index, rates)
+
+
+async def _round(
+    session: aiohttp.ClientSession,
+    variants: list[Variant],
+    tokens: npt.NDArray[np.int64],
+    cell: tuple[float, int],
+    options: argparse.Namespace,
+    round_index: int,
+    rates: Rates,
+) -> None:
+    acceptance, streams = cell
+    for variant in variants if round_index % 2 == 0 else reversed(variants):
+        requests = _requests(variant, tokens, streams, options.new_tokens, options, round_index)
+        records = await drive(session, variant.base_url, requests)
+        rate = steady_rate(records) or whole_rate(records)
+        rates.add(acceptance, streams, variant.name, rate)
+        print(f"  {acceptance} {variant.name} × {streams}: {rate:.1f} tok/s", file=sys.stderr, flush=True)
 
 
 def _requests(
-    options: argparse.Namespace, streams: int, new_tokens: int, extra: Mapping[str, Any], *names: object
+    variant: Variant,
+    tokens: npt.NDArray[np.int64],
+    streams: int,
+    new_tokens: int,
+    options: argparse.Namespace,
+    *names: object,
 ) -> list[Request]:
-    prompts = Prompts(overhead=16)
-    return [
-        Request(prompts.messages(PROMPT_TOKENS, stream, *names), new_tokens, options.sampling, stream, extra=extra)
-        for stream in range(1, streams + 1)
-    ]
+    """Prompts of their own for every variant, whose answers are the same places of the arc for all."""
+    requests = []
+    for stream in range(1, streams + 1):
+        place = random.Random(repr((stream, *names))).randrange(max(1, len(tokens) - new_tokens - max(LENGTHS)))
+        before = random.Random(repr((variant.name, new_tokens, stream, *names))).choices(tokens, k=PROMPT_TOKENS - 1)
+        prompt = [*map(int, before), int(tokens[place])]
+        requests.append(Request(prompt, new_tokens, options.sampling, stream, extra=variant.extra))
+    return requests
 
 
 def last_line(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:

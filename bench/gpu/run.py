@@ -59,7 +59,7 @@ BENCHES: dict[str, list[str]] = {
     "long-greedy": ["engine", *LONG, "--sampling", "greedy", "--ceiling"],
     "long-topk": ["engine", *LONG, "--sampling", "topk"],
     "prefix": ["prefix", "--rounds", "1"],
-    "spec": ["spec", "--rounds", "1", "--new-tokens", "192", "--peer-form", "default+bare"],
+    "spec": ["spec", "--rounds", "2", "--new-tokens", "256", "--peer-form", "default+bare"],
     "handoff": ["handoff", "--model", "synthetic:35b-a3b-kv", "--model", "synthetic:kv", "--rounds", "1"],
     "placement": ["placement"],
     "kv": ["kv", "--model", "synthetic:35b-a3b-kv,synthetic:kv", "--kv-types", "f16,q8_0", "--rounds", "4"],
