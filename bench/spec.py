@@ -30,7 +30,7 @@ from bench.report import print_table
 from bench.servers import FORMS, HYDRA, ServerSettings, compute_threads, model_path, serving
 from bench.vocabulary import qwen35
 
-LENGTHS = (0, 1, 2, 3, 4)
+LENGTHS = [0, 1, 2, 3, 4]
 AUTO, NONE, PEER = "auto", "none", "llama-server"
 PEER_LENGTHS = [1, 3]
 PROMPT_TOKENS = 48
@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="synthetic:hybrid-drafts", help="synthetic:NAME of a model that knows_next")
     parser.add_argument("--streams", type=_numbers, default=[1, 8], help="requests at once, as 1,8")
     parser.add_argument("--acceptance", type=_shares, default=[1.0, 0.9, 0.7, 0.5, 0.2], help="as 1.0,0.5")
-    parser.add_argument("--rounds", type=int, default=2, help="times each cell is measured in a server's life")
+    parser.add_argument("--lengths", type=_numbers, default=LENGTHS, help="fixed lengths of drafts")
+    parser.add_argument("--rounds", type=int, default=2, help="times each cell is measured")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens per answer")
     parser.add_argument("--sampling", choices=["greedy", "topk"], default="greedy")
     parser.add_argument(
@@ -114,8 +115,8 @@ def _variants(
         return servers.enter_context(serving(form, settings, options.logs)).base_url
 
     plain = started(HYDRA, {"speculation": "none"})
-    drafting = started(HYDRA, {"speculation": "mtp", "draft_tokens": max(LENGTHS)})
-    fixed = [Variant(str(n), drafting, {"speculative.n_min": n, "speculative.n_max": n}) for n in LENGTHS]
+    drafting = started(HYDRA, {"speculation": "mtp", "draft_tokens": max(options.lengths)})
+    fixed = [Variant(str(n), drafting, {"speculative.n_min": n, "speculative.n_max": n}) for n in options.lengths]
     theirs = []
     for length in filter(None, options.peer_lengths if peer else []):
         # It does not heed a request's own length.
@@ -128,7 +129,7 @@ def _variants(
 def _settings(
     options: argparse.Namespace, model: Path, peer: Path | None, engine: dict[str, Any], flags: tuple[str, ...]
 ) -> ServerSettings:
-    needed = 2 * PROMPT_TOKENS + options.new_tokens + max(LENGTHS)
+    needed = 2 * PROMPT_TOKENS + options.new_tokens + max(options.lengths)
     return ServerSettings(
         model=model,
         slots=max(options.streams),
@@ -188,7 +189,7 @@ def _requests(
     """Prompts of their own for every variant, whose answers are the same places of the arc for all."""
     requests = []
     for stream in range(1, streams + 1):
-        place = random.Random(repr((stream, *names))).randrange(max(1, len(tokens) - new_tokens - max(LENGTHS)))
+        place = random.Random(repr((stream, *names))).randrange(max(1, len(tokens) - new_tokens - max(options.lengths)))
         before = random.Random(repr((variant.name, new_tokens, stream, *names))).choices(tokens, k=PROMPT_TOKENS - 1)
         prompt = [*map(int, before), int(tokens[place])]
         requests.append(Request(prompt, new_tokens, options.sampling, stream, extra=variant.extra))
@@ -197,7 +198,7 @@ def _requests(
 
 def last_line(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """The worst ratios over all cells; `vs_llama_server` compares our auto with the best of its lengths."""
-    fixed = tuple(map(str, LENGTHS))
+    fixed = tuple(map(str, options.lengths))
     theirs = tuple(f"{PEER} {n}" for n in options.peer_lengths)
     cells = [(acceptance, streams) for acceptance in options.acceptance for streams in options.streams]
     return {
@@ -213,7 +214,7 @@ def _least(pairs: Any) -> float | None:
 
 
 def _print(options: argparse.Namespace, rates: Rates) -> None:
-    forms = (NONE, *map(str, LENGTHS), AUTO, *(f"{PEER} {n}" for n in options.peer_lengths))
+    forms = (NONE, *map(str, options.lengths), AUTO, *(f"{PEER} {n}" for n in options.peer_lengths))
     rows = []
     for acceptance in options.acceptance:
         for streams in options.streams:

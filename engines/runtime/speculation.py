@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Protocol
 
 import llama_cpp
@@ -122,7 +123,9 @@ class Speculation:
         if longest <= 0:
             return {}
         asked = max(generation.draft_min for generation in generations)
-        count = max(self.length.choose([g.acceptance for g in generations], longest), min(asked, longest))
+        made_tokens = fmean(generation.new_tokens for generation in generations)
+        chosen = self.length.choose([generation.acceptance for generation in generations], longest, made_tokens)
+        count = max(chosen, min(asked, longest))
         if count == 0:
             if self.length.peeks:
                 drafts = self._draft(decoding, 1)
@@ -152,6 +155,8 @@ class Speculation:
         """A step took so long; feeds what has piled up for the head meanwhile."""
         if all(row.draws and row.count == 1 + len(row.draft) for row in rows):
             self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
+        else:
+            self.length.interrupted()
         for generation, place, token in self._peeks:
             if len(generation.tokens) > place:
                 self.length.saw(generation.acceptance, 1, int(generation.tokens[place] == token))

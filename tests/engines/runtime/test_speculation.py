@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engines.runtime.core import EngineCore
-from engines.runtime.draft_length import DraftLength
+from engines.runtime.draft_length import Acceptance, DraftLength
 from engines.runtime.sampler import SamplingParams
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
 from tests.synthetic_gguf import SyntheticModel
@@ -104,7 +104,9 @@ async def test_a_head_that_is_off_shows_when_its_drafts_would_pay(tiny_model: Mo
     model = tiny_model("qwen35", tie_free=True, nextn=True)
     async with running(model, speculation="auto", context_tokens=2048, cache_tokens=4096) as core:
         length = expect_cheap_drafts(core)
-        length.prior = 0.0
+        for _ in range(200):
+            length.saw(Acceptance(), 1, 0)
+        assert length.prior < 0.05
         work = await run(core, prompt_of(model, 20), 600)
         assert work.tokens[20:] == model.follow(10, 600)
         assert work.accepted_tokens > 0
