@@ -28,11 +28,11 @@ OUTLIER_RATIO = 1.5
 RUN_STEPS = 24
 SETTLING_STEPS = 5
 CHANGE_GAIN = 0.2
-# Steps without drafts after which a few drafts are made and only compared with what is drawn, so that the steps keep their
+# Steps without drafts after which a few tokens are drafted and only compared with what is drawn, so that the steps keep their
 # shape; twice as many each time they still would not pay.
 PATIENCE_STEPS = 128
 MAX_PATIENCE_STEPS = 1024
-PEEK_STEPS = 8
+PEEK_TRIALS = 8
 # Another length must promise this much more, or the choice would flicker between equals; and where the steps' shape changes
 # only for it, win back what the change costs within the tokens that are still to be expected: as many as were made, between
 # these bounds. Drafts at all must promise a little more again, as what they cost beside the steps is not measured.
@@ -221,7 +221,7 @@ class DraftLength:
             self._idle, self._patience, self._peeks = 0, PATIENCE_STEPS, 0
         elif self._idle >= self._patience:
             self._idle, self._patience = 0, min(2 * self._patience, MAX_PATIENCE_STEPS)
-            self._peeks = self._left = 1 + PEEK_STEPS
+            self._peeks = self._left = 1 + math.ceil(PEEK_TRIALS / count)
         self.chosen, self._count = best, count
 
     def _advantage(self, speed: float, count: int, made_tokens: float) -> float:
