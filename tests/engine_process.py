@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engines.config import EngineConfig
 
 START_TIMEOUT_S = 60.0
+# Below the ports that the kernel hands out to whoever asks for any.
+FIRST_PORT, PORTS_PER_WORKER, WORKERS = 10_000, 2_500, 9
+
+
+def _ports_of_this_worker() -> Iterator[int]:
+    """Endlessly the ports that only this pytest worker takes, from anywhere among them, as another run may go on too."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    first = FIRST_PORT + worker * PORTS_PER_WORKER
+    offset = random.randrange(PORTS_PER_WORKER)
+    return (first + (offset + step) % PORTS_PER_WORKER for step in itertools.count())
+
+
+_ports = _ports_of_this_worker()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port on which nothing listens, and that nothing else of this run takes before its user does."""
+    for port in itertools.islice(_ports, PORTS_PER_WORKER):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no listener
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("no port is free")
 
 
 class EngineProcess:

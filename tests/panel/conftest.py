@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engines.client import close_client_session
 from tests.panel.engine_stand_in import EngineStandIn
 
 if TYPE_CHECKING:
@@ -30,19 +29,6 @@ def small_pool(transactional_db: None) -> SmallPool:
     from tests.panel.page import write_small_pool
 
     return write_small_pool()
-
-
-@pytest.fixture
-async def background(transactional_db: None) -> AsyncIterator[None]:
-    """What requests write behind their answers ends before the tables are emptied, which it would deadlock with."""
-    from sessions.relay import lease_desk
-    from sessions.turn import wait_for_writes
-
-    yield
-    await wait_for_writes(20.0)
-    await lease_desk().settled()
-    await lease_desk().close(20.0)
-    await close_client_session()
 
 
 @pytest.fixture

@@ -56,11 +56,11 @@ async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
-    monkeypatch.setattr(dispatch, "DATABASE_PATIENCE_S", 0.05)
-    monkeypatch.setattr(dispatch, "FIRST_PATIENCE_S", 0.05)
     await in_db(lambda: set_ready(add_engine(add_model(tiny_model("llama").path, tmp_path)), 8080))
     ready = ReadyEngines()
     known = await ready.of("tiny")
+    monkeypatch.setattr(dispatch, "DATABASE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(dispatch, "FIRST_PATIENCE_S", 0.05)
     with frozen("engines_engine"):
         assert await ready.of("tiny") == known
         with pytest.raises(DatabaseError):

@@ -41,7 +41,9 @@ def request(**fields: Any) -> EngineCall:
 
 
 @pytest.fixture
-async def pool(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+async def pool(
+    background: None, tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> AsyncIterator[Callable[..., Any]]:
     """`await pool(port, …)`: a pool whose ready engines listen on these ports."""
 
     def write(*ports: int) -> None:

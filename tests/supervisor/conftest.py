@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from hydra_site.supervisor import leftovers
 from hydra_site.supervisor.child import HOME_MARK
 from hydra_site.supervisor.embedded import embedded_servers
 from hydra_site.supervisor.home import Home
+from tests import engine_process
 
 WAIT_S = 60.0
 
@@ -53,9 +53,7 @@ def new_home(tmp_path: Path) -> Iterator[Home]:
 @pytest.fixture
 def free_port() -> int:
     """A port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return engine_process.free_port()
 
 
 class RunningSupervisor:
