@@ -1,4 +1,4 @@
-"""`manage.py bootstrap`, `apikey` and `pull`, run as a person or the supervisor runs them."""
+"""`manage.py bootstrap`, `apikey` and `pull`: of each one run as a person or the supervisor runs it, the others in here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.contrib.auth import get_user_model
-from django.db import connection
+from django.core.management import CommandError, call_command
+from django.db import connection, connections
 
 from engines.models import Engine
 from hydra_site.supervisor.home import Services
@@ -49,6 +52,28 @@ def manage(db: None, servers: Services, tmp_path: Path) -> Run:
         )
 
     return run
+
+
+@pytest.fixture
+def call(
+    manage: Run, servers: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., str]]:
+    """Runs a command in this process, which has the test database as its DATABASE_URL; returns its standard output."""
+    kept, values = connections["default"], dict(settings.DATABASES["default"])
+    url, _, _ = servers.database_url.rpartition("/")
+    monkeypatch.setenv("DATABASE_URL", f"{url}/{values['NAME']}")
+    monkeypatch.setattr(settings, "HYDRA_HOME", tmp_path / "home")
+
+    def run(*argv: str) -> str:
+        said = StringIO()
+        call_command(*argv, stdout=said, stderr=StringIO())
+        return said.getvalue()
+
+    yield run
+    connections["default"].close()
+    settings.DATABASES["default"].clear()
+    settings.DATABASES["default"].update(values)
+    connections["default"] = kept
 
 
 def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -124,27 +149,28 @@ def test_pull_shows_the_header_and_registers_a_local_file(
 
 
 @pytest.mark.parametrize("argument", ["no-such-model", "/no/such/file.gguf", "manage.py/"])
-def test_pull_says_in_one_line_what_is_wrong(manage: Run, argument: str) -> None:
-    done = manage("pull", argument)
-    assert done.returncode == 1
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_pull_says_in_one_line_what_is_wrong(call: Callable[..., str], argument: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        call("pull", argument)
+    assert len(str(refused.value).splitlines()) == 1
     assert not Model.objects.exists()
 
 
-def test_a_key_is_made_listed_and_revoked(manage: Run) -> None:
+def test_a_key_is_made_listed_and_revoked(manage: Run, call: Callable[..., str]) -> None:
     key = manage("apikey", "create", "laptop", "--expires-days", "1").stdout.strip()
     found = services.find_key(key)
     assert found is not None
     assert found.is_valid
     assert found.expires_at is not None
-    listed = manage("apikey", "list").stdout
+    listed = call("apikey", "list")
     assert "laptop" in listed
     assert key not in listed
-    assert manage("apikey", "revoke", found.prefix).returncode == 0
+    call("apikey", "revoke", found.prefix)
     again = services.find_key(key)
     assert again is not None
     assert not again.is_valid
-    assert manage("apikey", "revoke", found.prefix).returncode == 1
+    with pytest.raises(CommandError, match="no open keys begin with"):
+        call("apikey", "revoke", found.prefix)
 
 
 def test_without_a_database_commands_that_need_none_work_and_others_say_what_to_do(manage: Run) -> None:

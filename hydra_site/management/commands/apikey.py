@@ -2,17 +2,12 @@
 
 from argparse import ArgumentParser
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from django.conf import settings
-from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
-from hydra_site.addresses import use_database
-from hydra_site.supervisor.borrow import services as borrowed_services
-from hydra_site.supervisor.errors import SupervisorError
+from hydra_site.management.database import borrowed_database
 from sessions import services
 
 MAX_DAYS = 36500
@@ -32,14 +27,8 @@ class Command(BaseCommand):
         revoke.add_argument("prefix", help="its first characters, as `list` shows them")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, _):
-                use_database(database_url)
-                # The database of a home that never ran is empty.
-                call_command("migrate", interactive=False, verbosity=0)
-                self._act(options)
-        except SupervisorError as error:
-            raise CommandError(error.line()) from error
+        with borrowed_database():
+            self._act(options)
 
     def _act(self, options: dict[str, Any]) -> None:
         if options["action"] == "create":

@@ -1,16 +1,11 @@
 """`manage.py jointoken create | list | revoke PREFIX`: one-time tokens with which machines join this pool."""
 
 from argparse import ArgumentParser
-from pathlib import Path
 from typing import Any
 
-from django.conf import settings
-from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 
-from hydra_site.addresses import use_database
-from hydra_site.supervisor.borrow import services as borrowed_services
-from hydra_site.supervisor.errors import SupervisorError
+from hydra_site.management.database import borrowed_database
 from pools import join_tokens
 from pools.errors import JoinError
 
@@ -36,15 +31,10 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
-            with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, _):
-                use_database(database_url)
-                # The database of a home that never ran is empty.
-                call_command("migrate", interactive=False, verbosity=0)
+            with borrowed_database():
                 self._act(options)
         except JoinError as error:
             raise CommandError(f"{error.message} {error.hint}") from error
-        except SupervisorError as error:
-            raise CommandError(error.line()) from error
 
     def _act(self, options: dict[str, Any]) -> None:
         if options["action"] == "create":

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from hydra_site.addresses import use_database
+from hydra_site.management.database import borrowed_database
 from hydra_site.supervisor.borrow import services as borrowed_services
 from hydra_site.supervisor.errors import SupervisorError
 from pools import catalogue, fetch, job_runner, jobs
@@ -62,14 +62,10 @@ class Command(BaseCommand):
 
     def _register(self, fetched: Fetched, name: str, models_dir: Path) -> None:
         try:
-            with borrowed_services(Path(settings.HYDRA_HOME)) as (database_url, _):
-                use_database(database_url)
-                # The database of a home that never ran is empty.
-                call_command("migrate", interactive=False, verbosity=0)
+            with borrowed_database():
                 name = job_runner.register(fetched, settings.HYDRA_HOST_NAME, name, models_dir)
-        except SupervisorError as error:
-            self.stderr.write(f"The file is here, but could not be registered: {error.line()}")
-            raise SystemExit(1) from error
+        except CommandError as error:
+            raise CommandError(f"The file is here, but could not be registered: {error}") from error
         self.stdout.write(f"{name} is registered.")
 
     def _ask(self, wanted: str, name: str, host_name: str) -> None:
