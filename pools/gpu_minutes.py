@@ -1,4 +1,4 @@
-"""Samples of every second become one row a minute and device: the only writer of GpuMinute, and what may be read of it."""
+"""Samples of every second become one row a minute and device: the only writer of GpuMinute."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -50,13 +50,6 @@ def record_minutes(host_name: str, minutes: Iterable[tuple[str, MinuteView]]) ->
     known = dict(Gpu.objects.filter(host__name=host_name).values_list("uuid", "pk"))
     rows = [GpuMinute(gpu_id=known[uuid], **asdict(minute)) for uuid, minute in minutes if uuid in known]
     return len(GpuMinute.objects.bulk_create(rows, ignore_conflicts=True))
-
-
-def last_minutes(gpu_id: int, count: int = 60) -> tuple[MinuteView, ...]:
-    """The latest minutes of a device, the newest first."""
-    fields = tuple(MinuteView.__dataclass_fields__)
-    rows = GpuMinute.objects.filter(gpu_id=gpu_id).order_by("-began_at").values_list(*fields)[:count]
-    return tuple(MinuteView(*row) for row in rows)
 
 
 def sweep_minutes() -> int:

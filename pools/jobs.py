@@ -168,12 +168,6 @@ def sweep() -> int:
     return steps
 
 
-def job_view(job_id: int) -> JobView | None:
-    """One job, or None when its row is gone."""
-    job = Job.objects.select_related("host").filter(pk=job_id).first()
-    return None if job is None else _view(job)
-
-
 def newest(host_name: str, kind: JobKind, subject: str) -> JobView | None:
     """The last job of a host for this, or None."""
     job = Job.objects.select_related("host").filter(host__name=host_name, kind=kind, subject=subject).first()

@@ -72,13 +72,6 @@ def reserve(resource: str, owner: str, ttl_s: float, purpose: str = "") -> Lease
     return Lease(row.pk, resource, owner)
 
 
-def renew(lease: Lease, ttl_s: float) -> bool:
-    """Have it for `ttl_s` seconds from now. False: it has ended, and others may have it; what it protected must stop."""
-    _check(lease.resource, lease.owner, ttl_s)
-    mine = Reservation.objects.filter(pk=lease.id, owner=lease.owner, expires_at__gt=Now())
-    return bool(mine.update(expires_at=Now() + timedelta(seconds=ttl_s)))
-
-
 def release(lease: Lease) -> bool:
     """Give it back. False when it had ended already, which is a normal answer."""
     deleted, _ = Reservation.objects.filter(pk=lease.id, owner=lease.owner).delete()

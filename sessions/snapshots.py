@@ -81,11 +81,6 @@ def snapshots_of(chat_id: int) -> tuple[SnapshotView, ...]:
     return _views(Snapshot.objects.filter(chat_id=chat_id))
 
 
-def snapshots_of_session(session_key: str) -> tuple[SnapshotView, ...]:
-    """The same by the session's key; empty for a session that nobody knows."""
-    return _views(Snapshot.objects.filter(chat__key_hash=session_key))
-
-
 def snapshots_of_chats(chat_ids: Sequence[int]) -> dict[int, tuple[SnapshotView, ...]]:
     """The same for several conversations at once, by their primary key."""
     found: dict[int, tuple[SnapshotView, ...]] = {}

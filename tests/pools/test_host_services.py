@@ -125,7 +125,7 @@ def test_seconds_become_minutes_once_and_only_a_day_of_them_is_kept() -> None:
     beating.beat()
     beating.beat()
     cpu = Gpu.objects.get()
-    second, first = gpu_minutes.last_minutes(cpu.pk)
+    second, first = GpuMinute.objects.filter(gpu=cpu).order_by("-began_at")
     assert (first.began_at, first.samples, first.temperature_max_c, first.utilization_mean_percent) == (
         began,
         60,

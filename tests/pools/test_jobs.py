@@ -42,6 +42,12 @@ def home(tmp_path: Path, settings: Any) -> Path:
     return tmp_path
 
 
+def told(job_id: int) -> jobs.JobView:
+    """The job as everybody sees it."""
+    (job,) = [job for job in jobs.job_views() if job.id == job_id]
+    return job
+
+
 def messages(host_name: str) -> list[int]:
     """The jobs whose messages wait in a host's slow queue, which is empty afterwards."""
     found = []
@@ -97,8 +103,8 @@ def test_a_job_runs_once_on_its_own_host_and_tells_how_far_it_is(home: Path) -> 
     assert not jobs.finish(job_id, {})
     assert not jobs.fail(job_id, "late")
     assert jobs.job_views("here", only_open=True) == ()
-    done = jobs.job_view(job_id)
-    assert done is not None and (done.state, done.result, done.ended_at is not None) == ("done", {"path": "/x"}, True)
+    done = told(job_id)
+    assert (done.state, done.result, done.ended_at is not None) == ("done", {"path": "/x"}, True)
 
 
 def test_a_cancelled_job_takes_no_progress_and_can_be_asked_for_again(home: Path) -> None:
@@ -153,8 +159,7 @@ def test_a_run_that_was_given_up_writes_nothing_into_the_next(home: Path) -> Non
 
 def test_what_opens_a_file_behind_a_url_is_for_its_process_only(home: Path) -> None:
     url = "https://models.example/tiny.gguf?X-Signature=secret"
-    job = jobs.job_view(jobs.enqueue("here", JobKind.DOWNLOAD, url))
-    assert job is not None
+    job = told(jobs.enqueue("here", JobKind.DOWNLOAD, url))
     assert job.subject == "https://models.example/tiny.gguf?…"
     assert "secret" not in repr(job) and "secret" not in str(Job.objects.get())
     assert job_runner.command(job, home)[-2] == url
@@ -165,8 +170,7 @@ def test_a_download_becomes_a_model_with_its_file_on_this_host(home: Path, hub: 
     hub.files["own/tiny", "tiny-F32.gguf"] = model.path.read_bytes()
     job_id = jobs.enqueue("here", JobKind.DOWNLOAD, "hf:own/tiny:F32", "tiny")
     tasks.run_job(job_id)
-    job = jobs.job_view(job_id)
-    assert job is not None
+    job = told(job_id)
     assert job.state == "done", job.message
     variant = Variant.objects.get()
     assert (variant.model.name, variant.is_verified) == ("tiny", True)
@@ -188,8 +192,7 @@ def test_a_download_that_fails_says_why(home: Path, hub: LocalHub) -> None:
     }.items():
         job_id = jobs.enqueue("here", JobKind.DOWNLOAD, reference)
         tasks.run_job(job_id)
-        job = jobs.job_view(job_id)
-        assert job is not None
+        job = told(job_id)
         assert (job.state, words in job.message, bool(job.hint)) == ("failed", True, True)
     assert not Model.objects.exists()
 
@@ -197,8 +200,7 @@ def test_a_download_that_fails_says_why(home: Path, hub: LocalHub) -> None:
 def test_a_build_that_cannot_be_made_says_why(home: Path) -> None:
     job_id = jobs.enqueue("here", JobKind.BUILD, "sm_1")
     tasks.run_job(job_id)
-    job = jobs.job_view(job_id)
-    assert job is not None
+    job = told(job_id)
     assert (job.state, "known: cpu, sm_60" in job.message) == ("failed", True)
 
 
@@ -211,8 +213,7 @@ def test_a_build_becomes_what_the_hosts_engines_load(home: Path) -> None:
         (tree / change.path).write_text(f"/*\n{change.old}\n*/\n")
     job_id = jobs.enqueue("here", JobKind.BUILD, "cpu")
     tasks.run_job(job_id)
-    job = jobs.job_view(job_id)
-    assert job is not None
+    job = told(job_id)
     assert job.state == "done", job.message
     assert job.done == job.total > 0
     assert launch.library_environment(home, "") == {"LLAMA_CPP_LIB_PATH": job.result["library"]}
