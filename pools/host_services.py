@@ -17,7 +17,7 @@ from pools.choices import LEAVING, HostDuty, HostState
 from pools.db import database_now
 from pools.events import publish_on_commit
 from pools.models import Gpu, Host
-from pools.readings import GpuProcess, GpuReading, HostReading, Inventory, UnreadableGpu
+from pools.readings import DeviceFacts, GpuProcess, GpuReading, HostReading, Inventory, UnreadableGpu
 from pools.release import this_release
 
 # Heads write every BEAT_S; beat sweeps every 2 s. A host that is gone is marked within LOST_AFTER_S and a sweep, 12 s at most.
@@ -26,31 +26,12 @@ GONE_PROBLEM = "NVIDIA's driver does not list the card any more"
 GONE_HINT = "Look for Xid in the kernel's log; if the card was taken out, delete its row in the admin."
 
 
-@dataclass(frozen=True)
-class GpuView:
-    """A device with its last reading; None where it does not tell. While it has a `problem`, the numbers may be old."""
+@dataclass(frozen=True, kw_only=True)
+class GpuView(DeviceFacts):
+    """A device with its last reading. While it has a `problem`, the numbers may be old."""
 
     id: int
-    kind: str
-    index: int
-    name: str
-    arch: str
-    memory_total_bytes: int
-    memory_used_bytes: int | None
-    temperature_c: float | None
-    utilization_percent: float | None
-    power_w: float | None
     last_seen_at: datetime | None
-    power_limit_w: float | None = None
-    clock_mhz: int | None = None
-    clock_max_mhz: int | None = None
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    processes: tuple[GpuProcess, ...] = ()
-    problem: str = ""
-    problem_hint: str = ""
 
 
 @dataclass(frozen=True)

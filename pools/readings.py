@@ -34,9 +34,9 @@ class GpuProcess:
     memory_bytes: int | None
 
 
-@dataclass(frozen=True)
-class GpuReading:
-    """A device at one moment; None where it does not tell. `problem` says what will keep it from serving, though it answers.
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a device tells of itself; None where it does not. `problem` says what will keep it from serving, though it answers.
 
     PCIe: generation and width (lanes) of the link now, and the most that card and slot could have; a card at rest lowers its
     generation.
@@ -44,7 +44,6 @@ class GpuReading:
 
     kind: str
     index: int
-    uuid: str
     name: str
     arch: str
     memory_total_bytes: int
@@ -62,6 +61,13 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] = ()
     problem: str = ""
     problem_hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuReading(DeviceFacts):
+    """A device at one moment. `uuid` is the driver's name for it, which stays the same wherever the card is plugged in."""
+
+    uuid: str
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,18 @@ from pools.probe import GpuReading, HostReading
 from pools.services import VariantView
 
 HOST = HostReading("A CPU", 2, 8 << 30, 4 << 30, 0.5)
-CPU = GpuReading("cpu", 0, "cpu", "A CPU", "x86-64", 8 << 30, 4 << 30, None, 1.0, None)
+CPU = GpuReading(
+    kind="cpu",
+    index=0,
+    uuid="cpu",
+    name="A CPU",
+    arch="x86-64",
+    memory_total_bytes=8 << 30,
+    memory_used_bytes=4 << 30,
+    temperature_c=None,
+    utilization_percent=1.0,
+    power_w=None,
+)
 
 
 def add_model(path: Path, models_dir: Path, name: str = "tiny", **options: object) -> VariantView:

@@ -21,7 +21,18 @@ from tests.rows import CPU, HOST, add_engine, add_model, set_ready
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db
-CARD = GpuReading("cuda", 0, "GPU-1", "A card", "sm_86", 12 << 30, 1 << 30, 40.0, 1.0, 20.0)
+CARD = GpuReading(
+    kind="cuda",
+    index=0,
+    uuid="GPU-1",
+    name="A card",
+    arch="sm_86",
+    memory_total_bytes=12 << 30,
+    memory_used_bytes=1 << 30,
+    temperature_c=40.0,
+    utilization_percent=1.0,
+    power_w=20.0,
+)
 
 
 @pytest.fixture

@@ -9,7 +9,19 @@ from hydra_site.pool_snapshot import attention_of
 from pools.services import GpuView, HostView
 from tests.panel.test_pool_snapshot import HOST, NOW
 
-CARD = GpuView(2, "cuda", 0, "A card", "sm_60", 16, 8, None, None, None, NOW)
+CARD = GpuView(
+    id=2,
+    kind="cuda",
+    index=0,
+    name="A card",
+    arch="sm_60",
+    memory_total_bytes=16,
+    memory_used_bytes=8,
+    temperature_c=None,
+    utilization_percent=None,
+    power_w=None,
+    last_seen_at=NOW,
+)
 
 
 def subjects(host: HostView) -> list[str]:
