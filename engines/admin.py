@@ -12,6 +12,7 @@ from unfold.admin import ModelAdmin
 
 from engines import residents, services
 from engines.models import Engine, Store, StoreSample
+from engines.store_rows import SAMPLED
 from pools.placement import describe, sized
 
 RUNTIME_FIELDS = [
@@ -130,18 +131,7 @@ class StoreAdmin(ReadOnlyAdmin):
 
 @admin.register(StoreSample)
 class StoreSampleAdmin(ReadOnlyAdmin):
-    list_display = [
-        "store",
-        "taken_at",
-        "used_bytes",
-        "stored_bytes",
-        "logical_bytes",
-        "snapshots_stored",
-        "hits",
-        "misses",
-        "evictions",
-        "errors",
-    ]
+    list_display = ["store", "taken_at", *SAMPLED]
     list_filter = ["store"]
     list_select_related = ["store__host"]
     date_hierarchy = "taken_at"

@@ -6,16 +6,17 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+from django.db import connection, transaction
 from django.utils import timezone
 
-from engines import draining, engine_rows, launch, loading, loading_exact, residents, services, tasks
+from engines import draining, engine_rows, loading, loading_exact, residents, services, tasks
 from engines.choices import StopReason
 from engines.errors import ModelDoesNotFit, ModelLoading, ModelNotFound, NoEngineReady
 from engines.models import Engine
@@ -29,16 +30,8 @@ from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MIB = 1 << 20
+PATIENCE_S = 60.0
 Models = Callable[..., SyntheticModel]
-
-
-@pytest.fixture
-def home(tmp_path: Path, settings: Any) -> Iterator[Path]:
-    settings.HYDRA_HOME = tmp_path
-    settings.HYDRA_HOST_NAME = "here"
-    yield tmp_path
-    for directory in (tmp_path / "engines").glob("*"):
-        launch.end_engine(directory)
 
 
 @pytest.fixture
@@ -199,20 +192,39 @@ def test_what_a_person_stopped_or_took_off_demand_is_not_loaded(first: VariantVi
         loading.want("unknown")
 
 
-def test_a_stop_that_comes_between_the_look_and_the_load_is_obeyed(
-    first: VariantView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_that_comes_between_the_look_and_the_load_is_obeyed(first: VariantView) -> None:
     engine = add_engine(first)
     Engine.objects.filter(pk=engine.pk).update(wanted="stopped", commanded_at=None)
-
-    def refused_then_stopped(wish: object) -> None:
-        # What a person does in this very moment.
-        services.stop(engine.pk)
-
-    monkeypatch.setattr(loading, "_refuse_unwanted", refused_then_stopped)
-    assert loading.want("first").state == "queued"
+    with ThreadPoolExecutor(1) as threads:
+        with transaction.atomic():
+            Engine.objects.select_for_update().get(pk=engine.pk)
+            load = threads.submit(wanted_in_a_thread, "first")
+            wait_for_a_blocked_update()
+            services.stop(engine.pk)  # what a person does in this very moment
+        assert load.result(PATIENCE_S).state == "queued"
     assert (row(engine.pk).wanted, row(engine.pk).stop_reason) == ("stopped", StopReason.PERSON)
     assert reservation.reservations() == []
+
+
+def wanted_in_a_thread(model: str) -> loading.LoadView:
+    try:
+        return loading.want(model)
+    finally:
+        connection.close()
+
+
+def wait_for_a_blocked_update() -> None:
+    """Until somebody waits for a row of this transaction."""
+    deadline = time.monotonic() + PATIENCE_S
+    # Not pg_stat_activity: within a transaction that stays as it was at the first look.
+    blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pg_backend_pid() = ANY(pg_blocking_pids(pid))"
+    while time.monotonic() < deadline:
+        with connection.cursor() as cursor:
+            cursor.execute(blocked)
+            if cursor.fetchone()[0]:
+                return
+        time.sleep(0.01)
+    raise AssertionError("nobody came to load it")
 
 
 def test_idle_engines_are_unloaded_after_their_models_time_unless_pinned(first: VariantView) -> None:
@@ -284,7 +296,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_its_leave(
     engine = add_engine(first)
     services.start(engine.pk)
     tasks.start_engine(engine.pk, row(engine.pk).epoch)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while row(engine.pk).state == "starting" and time.monotonic() < deadline:
         tasks.probe_host("here")
         time.sleep(0.05)

@@ -34,15 +34,11 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def home(tmp_path: Path, settings: Any) -> Iterator[Path]:
-    """A HYDRA_HOME of this test's own, whose host has a store; whatever runs for it is ended, its memory given back."""
-    settings.HYDRA_HOME = tmp_path
-    settings.HYDRA_HOST_NAME = "here"
+def home(home: Path, settings: Any) -> Iterator[Path]:
+    """One whose host has a store; what runs for that is ended, too, its memory given back."""
     settings.HYDRA_STORE_BYTES = 32 * MB
-    yield tmp_path
-    for directory in (tmp_path / "engines").glob("*"):
-        launch.end_engine(directory)
-    forget(tmp_path / "store")
+    yield home
+    forget(home / "store")
 
 
 def forget(directory: Path) -> None:

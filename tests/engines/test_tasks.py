@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,6 @@ from tests.synthetic_gguf import SyntheticModel
 pytestmark = pytest.mark.django_db(transaction=True)
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture
-def home(tmp_path: Path, settings: Any) -> Iterator[Path]:
-    """A HYDRA_HOME of this test's own; whatever engine it leaves is ended."""
-    settings.HYDRA_HOME = tmp_path
-    settings.HYDRA_HOST_NAME = "here"
-    yield tmp_path
-    for directory in (tmp_path / "engines").glob("*"):
-        launch.end_engine(directory)
 
 
 @pytest.fixture
@@ -88,12 +77,6 @@ def test_waiting_for_readiness_ends_when_the_engine_serves(engine: Engine) -> No
     assert row(engine).state == "ready"
 
 
-def test_a_start_that_runs_twice_makes_one_process(engine: Engine) -> None:
-    running = started(engine)
-    tasks.start_engine(engine.pk, running.epoch)
-    assert row(engine).pid == running.pid
-
-
 def test_an_engine_that_dies_is_failed_with_its_last_words_and_leaves_no_zombie(engine: Engine) -> None:
     running = started(engine)
     os.kill(running.pid, signal.SIGKILL)
@@ -115,20 +98,32 @@ def test_an_engine_that_cannot_load_its_model_is_failed(engine: Engine) -> None:
     assert "gone.gguf" in row(engine).last_error
 
 
-def test_a_running_engine_is_adopted_by_a_row_that_lost_it(engine: Engine) -> None:
+def test_a_running_engine_stays_one_process_whatever_is_done_twice_or_forgotten_or_hangs(
+    engine: Engine, home: Path
+) -> None:
+    """Four events on one process, which takes a second to start."""
     running = started(engine)
+
+    tasks.start_engine(engine.pk, running.epoch)
+    assert row(engine).pid == running.pid, "a start that comes twice"
+
+    (directory(home, engine) / "run.json").unlink()
+    found = launch.find(directory(home, engine))
+    assert found is not None and found.pid == running.pid, "a process whose record was never written"
+
     Engine.objects.update(state="stopped", pid=None, pid_start_time=None, http_port=None)
     tasks.probe_host("here")
     adopted = row(engine)
     assert (adopted.state, adopted.pid, adopted.http_port) == ("ready", running.pid, running.http_port)
 
-
-def test_a_process_whose_record_was_never_written_is_found_again(engine: Engine, home: Path) -> None:
-    running = started(engine)
-    (directory(home, engine) / "run.json").unlink()
-    found = launch.find(directory(home, engine))
-    assert found is not None
-    assert found.pid == running.pid
+    os.kill(running.pid, signal.SIGSTOP)
+    try:
+        tasks.probe_host("here")
+        assert row(engine).state == "unhealthy", "a frozen one gets no requests"
+    finally:
+        os.kill(running.pid, signal.SIGCONT)
+    tasks.probe_host("here")
+    assert row(engine).state == "ready"
 
 
 def test_an_engine_that_nobody_wants_is_ended(engine: Engine) -> None:
@@ -162,18 +157,6 @@ def test_an_engine_that_did_not_survive_the_stack_is_stopped_and_no_failure(engi
     wait_gone(running.pid)
     watch.look_at_host("here", home / "engines", after_restart=True)
     assert (row(engine).state, row(engine).restarts) == ("stopped", 0)
-
-
-def test_a_frozen_engine_gets_no_requests_until_it_answers_again(engine: Engine) -> None:
-    running = started(engine)
-    os.kill(running.pid, signal.SIGSTOP)
-    try:
-        tasks.probe_host("here")
-        assert row(engine).state == "unhealthy"
-    finally:
-        os.kill(running.pid, signal.SIGCONT)
-    tasks.probe_host("here")
-    assert row(engine).state == "ready"
 
 
 def test_a_probe_meant_for_another_host_does_nothing(engine: Engine) -> None:
