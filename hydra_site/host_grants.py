@@ -17,6 +17,7 @@ import redis
 from django.apps import apps
 from django.conf import settings
 from django.db import DatabaseError, connection, transaction
+from django.db.models import Model
 from psycopg import sql
 
 from hydra_site import addresses, env
@@ -65,6 +66,8 @@ _GRANTS: dict[str, dict[str, str]] = {
     "engines": {"": _ALL, "Engine": "SELECT, UPDATE"},
     "hydra_sessions": {"Snapshot": _ALL, "ChatSession": "SELECT, UPDATE", "Handoff": "SELECT, UPDATE"},
 }
+# Columns that no host sees: what people talk about is none of its business.
+_HIDDEN = {"ChatSession": frozenset({"title"})}
 _COMMANDS = ("+@all", "-@admin", "-@dangerous")
 
 
@@ -192,7 +195,15 @@ def _table_grants() -> Iterator[tuple[str, str]]:
         for model in apps.get_app_config(label).get_models(include_auto_created=True):
             privileges = by_name.get(model.__name__, by_name.get("", ""))
             if privileges:
-                yield model._meta.db_table, privileges
+                yield model._meta.db_table, _without(privileges, model, _HIDDEN.get(model.__name__, frozenset()))
+
+
+def _without(privileges: str, model: type[Model], hidden: frozenset[str]) -> str:
+    """The privileges column by column, the `hidden` ones left out."""
+    if not hidden:
+        return privileges
+    columns = ", ".join(f'"{field.column}"' for field in model._meta.concrete_fields if field.name not in hidden)
+    return ", ".join(f"{privilege} ({columns})" for privilege in privileges.split(", "))
 
 
 def _make_role(role: str, password: str) -> None:

@@ -173,12 +173,16 @@ class StoreEntry:
         async with asyncio.timeout(self._config.store_wait_s):
             blocks = await self._finder.blocks(remote, chain, prompt)
             name = await self._finder.name(remote, chain, prompt, blocks, generation.system_cut)
+            sure = max(least, blocks * chain.block_tokens, name.tokens if name is not None else 0)
+            session = generation.origin.session
+            # What was dropped from the last answer, or reads otherwise now, parts the prompt from it in the middle of a piece.
+            name = await self._finder.name_of_session(remote, chain, prompt, session, sure) or name
             manifest = await remote.get_manifest(name.text) if name is not None else None
         if name is None or manifest is None or name.tokens <= least:
             return False
         address = f"{remote.host}:{remote.port}"
         expected_s = self._rates.pull_s(address, manifest.total_size) + self._rates.restore_s(manifest.total_size)
-        saved_s = prefill_s(self._core.rates.prefill, name.tokens, least)
+        saved_s = prefill_s(self._core.rates.prefill, min(name.tokens, len(prompt) - 1), least)
         if expected_s > WORTH * saved_s:
             return False
         limit_s = min(max(self._config.store_wait_s, saved_s), MAX_RESTORE_S)

@@ -138,6 +138,25 @@ class PrefixFinder:
             return name if await client.stat(name.text) else None
         return None
 
+    async def name_of_session(
+        self, client: StoreClient, chain: KeyChain, prompt: list[int], session: str, least: int
+    ) -> SnapshotName | None:
+        """The session's longest snapshot in another host's store whose whole blocks are the prompt's, where it may have more than
+        `least` tokens of it: how much, its tokens tell once they are here. None for states that cannot be cut."""
+        if self._whole_only or not session:
+            return None
+        entries, _ = await client.snapshots(SnapshotsBody(session=session, limit=MAX_OF_SESSION), NAME_PREFIX)
+        own = chain.name(0, session).session
+        for entry in sorted(entries, key=lambda entry: entry.n_past, reverse=True):
+            name = SnapshotName.parse(entry.name)
+            if name is None or name.session != own or min(name.tokens, len(prompt) - 1) < least + MIN_GAIN_TOKENS:
+                continue
+            # A chain's key holds the tenant and the fingerprint as well.
+            blocks = name.tokens // chain.block_tokens
+            if blocks <= len(chain) and name.chain == chain.chain(blocks):
+                return name
+        return None
+
     # --- what may be believed -------------------------------------------------------------------
 
     def _read(self, name: SnapshotName, manifest: StoreManifest) -> FoundPrefix:

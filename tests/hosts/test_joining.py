@@ -221,7 +221,13 @@ def _check_database(url: str) -> None:
         )
         database.execute("DELETE FROM pools_reservation")
         database.execute("SELECT * FROM engines_engine")
+        # What heads do with conversations: find them by key, lock them, write where they are; never read what they are about.
+        database.execute("SELECT key_hash, engine_id FROM hydra_sessions_chatsession FOR NO KEY UPDATE")
+        database.execute("UPDATE hydra_sessions_chatsession SET wanted_engine_id = NULL WHERE key_hash = 'x'")
         for forbidden in (
+            "SELECT title FROM hydra_sessions_chatsession",
+            "SELECT * FROM hydra_sessions_chatsession",
+            "UPDATE hydra_sessions_chatsession SET title = ''",
             "SELECT * FROM auth_user",
             "SELECT * FROM hydra_sessions_apikey",
             "SELECT * FROM hydra_sessions_turn",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,19 @@ class Pool:
         url = f"http://{self.site.machine.address}:9000{path}"
         return ask(self.second, url, body, self.api_key if key is None else key)
 
-    def head(self, token: str, home: str = "second") -> HydraProcess:
+    def token(self) -> str:
+        return self.site.manage("jointoken", "create", "--note", "another").strip().splitlines()[-1]
+
+    def head(self, token: str, home: str = "second", name: str = "second") -> HydraProcess:
         site = f"http://{self.site.machine.address}:9000"
-        arguments = ("head", "--join", site, "--token", token, "--name", "second")
+        arguments = ("head", "--join", site, "--token", token, "--name", name)
         environ = {"HYDRA_ENGINE_THREADS": "1", "HYDRA_STORE_BYTES": str(64 << 20)}
-        return HydraProcess(self.second, self.folder / home, "Host second serves the pool", *arguments, **environ)
+        return HydraProcess(self.second, self.folder / home, f"Host {name} serves the pool", *arguments, **environ)
+
+    def pull(self, file: Path, name: str, host: str) -> None:
+        """The model as `name`, over the network from a server of files on the hub."""
+        self.site.manage("pull", f"http://{self.hub.address}:8000/{file.name}", "--name", name, "--host", host)
+        self.until("SELECT state FROM pools_job ORDER BY id DESC LIMIT 1", "done")
 
 
 @pytest.fixture(scope="module")
@@ -110,97 +119,187 @@ def serve_files(machine: Machine, folder: Path, port: int = 8000) -> subprocess.
     return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def make_engine(pool: Pool, name: str, model: str) -> None:
-    """What a person does in the admin: an engine of this model on the second host."""
+def make_engine(pool: Pool, name: str, model: str, host: str = "second", context_tokens: int = 256) -> None:
+    """What a person does in the admin: an engine of this model on a host."""
     pool.site.manage(
         "shell",
         "-c",
         "from engines import services as e; from pools import services as p\n"
-        f"host_id, gpu_id = p.cpu_of('second'); variant = p.find_variant({model!r})\n"
+        f"host_id, gpu_id = p.cpu_of({host!r}); variant = p.find_variant({model!r})\n"
         f"pk = e.ensure_engine({name!r}, host_id=host_id, gpu_id=gpu_id, variant_id=variant.variant_id, slots=2, "
-        "context_tokens=256, threads=1)\n"
+        f"context_tokens={context_tokens}, threads=1)\n"
         "e.start(pk)",
     )
 
 
-def tell(pool: Pool, duty: str) -> None:
-    """What a person asks of the second host in the admin."""
+def tell(pool: Pool, duty: str, host: str = "second") -> None:
+    """What a person asks of a host in the admin."""
     lines = (
         "from pools import services as p",
         "from pools.choices import HostDuty",
-        f"assert p.change_duty(p.cpu_of('second')[0], HostDuty.{duty})",
+        f"assert p.change_duty(p.cpu_of({host!r})[0], HostDuty.{duty})",
     )
     pool.site.manage("shell", "-c", "\n".join(lines))
+
+
+@contextmanager
+def served_files(machine: Machine, folder: Path) -> Iterator[None]:
+    files = serve_files(machine, folder)
+    try:
+        yield
+    finally:
+        files.terminate()
+        files.wait(10)
+
+
+STATE = "SELECT state FROM pools_host WHERE name = 'second'"
+ENGINE = "SELECT state FROM engines_engine WHERE name = 'second-0'"
+EPOCH = "SELECT agent_epoch FROM pools_host WHERE name = 'second'"
+TINY = {**CHAT, "model": "tiny"}
 
 
 def test_a_second_machine_joins_serves_is_lost_and_returns(
     pool: Pool, tiny_model: Callable[..., SyntheticModel]
 ) -> None:
-    token = pool.site.manage("jointoken", "create", "--note", "the second").strip().splitlines()[-1]
+    token, model = pool.token(), tiny_model("llama")
     head = pool.head(token)
-    files = serve_files(pool.hub, tiny_model("llama").path.parent)
-    state = "SELECT state FROM pools_host WHERE name = 'second'"
-    engine = "SELECT state FROM engines_engine WHERE name = 'second-0'"
     try:
-        print(f"joined and served after {head.start():.1f} s")
-        pool.until(state, "up")
-        assert pool.value("SELECT address FROM pools_host WHERE name = 'second'") == pool.second.address
-        assert (
-            pool.value("SELECT count(*) FROM pools_gpu g JOIN pools_host h ON h.id = host_id WHERE h.name = 'second'")
-            == "1"
-        )
-        assert pool.head(token, "thief").environ  # the same token lets nobody else in:
-        with pytest.raises(AssertionError, match="token cannot be used"):
-            pool.head(token, "thief").start()
-
-        # It gets a model that the site never had, over the network, and serves it.
-        url = f"http://{pool.hub.address}:8000/{tiny_model('llama').path.name}"
-        pool.site.manage("pull", url, "--name", "tiny", "--host", "second")
-        pool.until("SELECT state FROM pools_job ORDER BY id DESC LIMIT 1", "done")
-        make_engine(pool, "second-0", "tiny")
-        print(f"its engine serves after {pool.until(engine, 'ready'):.1f} s")
-        status, answer = pool.ask("/v1/chat/completions", {**CHAT, "model": "tiny"})
-        assert (status, answer["model"]) == (200, "tiny"), answer
-
-        # Beyond loopback an engine answers nobody but its own site and head.
-        port = pool.value("SELECT http_port FROM engines_engine WHERE name = 'second-0'")
-        engine_url = f"http://{pool.second.address}:{port}"
-        assert ask(pool.hub, f"{engine_url}/health")[0] == 200
-        assert ask(pool.hub, f"{engine_url}/v1/chat/completions", {**CHAT, "model": "tiny"})[0] == 401
-
-        # A broker that forgot its users gives them back.
-        pool.servers.stop("valkey")
-        pool.servers.start_valkey()
-
-        before = pool.value("SELECT agent_epoch FROM pools_host WHERE name = 'second'")
-        time.sleep(20)
-        head.kill_everything()
-        print(f"seen lost {pool.until(state, 'lost'):.1f} s after kill -9")
-        pool.until(engine, "unhealthy")
-        assert pool.ask("/v1/chat/completions", {**CHAT, "model": "tiny"})[0] == 503
-        assert pool.ask("/v1/chat/completions", CHAT)[0] == 200, "the first host's engine goes on"
-
-        # The very same command brings it back, though its token is used up.
-        print(f"back after {head.start():.1f} s")
-        pool.until(state, "up")
-        print(f"its engine serves again after {pool.until(engine, 'ready'):.1f} s")
-        assert pool.value("SELECT agent_epoch FROM pools_host WHERE name = 'second'") == str(int(before) + 1)
-        assert pool.ask("/v1/chat/completions", {**CHAT, "model": "tiny"})[0] == 200
-
-        # Draining: nothing new, then its engine ends; and it takes up its work again.
-        tell(pool, "DRAINING")
-        print(f"drained after {pool.until(engine, 'stopped'):.1f} s")
-        assert pool.ask("/v1/chat/completions", {**CHAT, "model": "tiny"})[0] == 503
-        tell(pool, "ACTIVE")
-        pool.until(engine, "ready")
-
-        # Retiring: it leaves, and its role and user with it.
-        tell(pool, "RETIRING")
-        print(f"left after {pool.until('SELECT duty FROM pools_host WHERE name = ' + repr('second'), 'retired'):.1f} s")
-        assert pool.value("SELECT count(*) FROM pg_roles WHERE rolname LIKE 'hydra_host_second%'") == "0"
+        with served_files(pool.hub, model.path.parent):
+            it_joins(pool, head, token)
+            it_serves_a_model_that_the_site_never_had(pool, model)
+            # A broker that forgot its users gives them back.
+            pool.servers.stop("valkey")
+            pool.servers.start_valkey()
+            it_is_lost_and_returns(pool, head)
+            it_drains_and_retires(pool)
     except AssertionError as error:
-        raise AssertionError(f"{error}{head.logs()}") from error
+        raise AssertionError(f"{error}{head.logs()}{pool.site.logs()}") from error
     finally:
         head.close()
-        files.terminate()
-        files.wait(10)
+
+
+def it_joins(pool: Pool, head: HydraProcess, token: str) -> None:
+    print(f"joined and served after {head.start():.1f} s")
+    pool.until(STATE, "up")
+    assert pool.value("SELECT address FROM pools_host WHERE name = 'second'") == pool.second.address
+    assert (
+        pool.value("SELECT count(*) FROM pools_gpu g JOIN pools_host h ON h.id = host_id WHERE h.name = 'second'")
+        == "1"
+    )
+    # The same token lets nobody else in.
+    with pytest.raises(AssertionError, match="token cannot be used"):
+        pool.head(token, "thief").start()
+
+
+def it_serves_a_model_that_the_site_never_had(pool: Pool, model: SyntheticModel) -> None:
+    pool.pull(model.path, "tiny", "second")
+    make_engine(pool, "second-0", "tiny")
+    print(f"its engine serves after {pool.until(ENGINE, 'ready'):.1f} s")
+    status, answer = pool.ask("/v1/chat/completions", TINY)
+    assert (status, answer["model"]) == (200, "tiny"), answer
+    # Beyond loopback an engine answers nobody but its own site and head.
+    port = pool.value("SELECT http_port FROM engines_engine WHERE name = 'second-0'")
+    engine_url = f"http://{pool.second.address}:{port}"
+    assert ask(pool.hub, f"{engine_url}/health")[0] == 200
+    assert ask(pool.hub, f"{engine_url}/v1/chat/completions", TINY)[0] == 401
+
+
+def it_is_lost_and_returns(pool: Pool, head: HydraProcess) -> None:
+    before = pool.value(EPOCH)
+    time.sleep(20)
+    head.kill_everything()
+    print(f"seen lost {pool.until(STATE, 'lost'):.1f} s after kill -9")
+    pool.until(ENGINE, "unhealthy")
+    assert pool.ask("/v1/chat/completions", TINY)[0] == 503
+    assert pool.ask("/v1/chat/completions", CHAT)[0] == 200, "the first host's engine goes on"
+    # The very same command brings it back, though its token is used up.
+    print(f"back after {head.start():.1f} s")
+    pool.until(STATE, "up")
+    print(f"its engine serves again after {pool.until(ENGINE, 'ready'):.1f} s")
+    assert pool.value(EPOCH) == str(int(before) + 1)
+    assert pool.ask("/v1/chat/completions", TINY)[0] == 200
+
+
+def it_drains_and_retires(pool: Pool) -> None:
+    # Draining: nothing new, then its engine ends; and it takes up its work again.
+    tell(pool, "DRAINING")
+    print(f"drained after {pool.until(ENGINE, 'stopped'):.1f} s")
+    assert pool.ask("/v1/chat/completions", TINY)[0] == 503
+    tell(pool, "ACTIVE")
+    pool.until(ENGINE, "ready")
+    # Retiring: it leaves, and its role and user with it.
+    tell(pool, "RETIRING")
+    print(f"left after {pool.until('SELECT duty FROM pools_host WHERE name = ' + repr('second'), 'retired'):.1f} s")
+    assert pool.value("SELECT count(*) FROM pg_roles WHERE rolname LIKE 'hydra_host_second%'") == "0"
+
+
+LAST_TURN = (
+    "SELECT e.name, t.prompt_tokens, t.cached_tokens, t.explanation -> 'chosen' ->> 'restore_from' FROM hydra_sessions_turn t"
+    " JOIN engines_engine e ON e.id = t.engine_id WHERE t.prompt_tokens > 0 ORDER BY t.id DESC LIMIT 1"
+)
+STORY = "You are told a long story about a river, a mill and the stones that nobody counts. " * 6
+
+
+class Talk:
+    """A client's side of one conversation through the site."""
+
+    def __init__(self, pool: Pool, model: str) -> None:
+        self._pool, self._model = pool, model
+        self._messages = [{"role": "system", "content": STORY}]
+
+    def say(self, text: str) -> str:
+        self._messages.append({"role": "user", "content": text})
+        answer = self._answer()
+        self._messages.append({"role": "assistant", "content": answer})
+        return answer
+
+    def last_answer_computed(self) -> str:
+        """The last answer again, of an engine that computes all of it."""
+        return self._answer(self._messages[:-1], cache_prompt=False)
+
+    def _answer(self, messages: list[dict[str, str]] | None = None, **fields: Any) -> str:
+        body = {"model": self._model, "max_tokens": 16, "temperature": 0, "ignore_eos": True, **fields}
+        status, answer = self._pool.ask("/v1/chat/completions", {**body, "messages": messages or self._messages})
+        assert status == 200, answer
+        return str(answer["choices"][0]["message"]["content"])
+
+    def last_turn(self, engine: str) -> tuple[int, int, str]:
+        """Tokens of the prompt, tokens that were not computed, and from whose store they were to come; once it was written."""
+        deadline = time.monotonic() + 30
+        while (row := self._pool.rows(LAST_TURN)[0])[0] != engine:
+            assert time.monotonic() < deadline, row
+            time.sleep(0.2)
+        return int(row[1]), int(row[2]), row[3]
+
+
+def test_a_conversation_goes_on_at_another_host_from_the_store_of_one_that_drains(
+    pool: Pool, tiny_model: Callable[..., SyntheticModel]
+) -> None:
+    model = tiny_model("llama", layers=4, seed=11)
+    head = pool.head(pool.token(), "third", "third")
+    try:
+        head.start()
+        with served_files(pool.hub, model.path.parent):
+            pool.pull(model.path, "story", "third")
+            make_engine(pool, "third-0", "story", "third", 2048)
+            pool.until("SELECT state FROM engines_engine WHERE name = 'third-0'", "ready")
+            talk = Talk(pool, "story")
+            for number in range(3):
+                talk.say(f"Question {number} about the river.")
+            prompt_tokens, _, _ = talk.last_turn("third-0")
+            # Now the site's own host has one too, which knows nothing of it.
+            pool.pull(model.path, "story", "first")
+            make_engine(pool, "first-story", "story", "first", 2048)
+            pool.until("SELECT state FROM engines_engine WHERE name = 'first-story'", "ready")
+        tell(pool, "DRAINING", "third")
+        pool.until("SELECT state FROM engines_engine WHERE name = 'third-0'", "stopped")
+        answer = talk.say("And what came then?")
+        _, cached_tokens, restored_from = talk.last_turn("first-story")
+        print(f"{cached_tokens} of {prompt_tokens} tokens came from the store of {restored_from or 'nobody'}")
+        assert cached_tokens >= 0.9 * prompt_tokens
+        assert restored_from == "third"
+        assert talk.last_answer_computed() == answer
+    except AssertionError as error:
+        raise AssertionError(f"{error}{head.logs()}{pool.site.logs()}") from error
+    finally:
+        head.close()
