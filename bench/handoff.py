@@ -1,9 +1,10 @@
 """`python -m bench handoff`: conversations moved between two engine processes of this host, while they write and between turns.
 
 For each length: a prompt is computed (that is what a move saves), its stream moves to the other engine while it goes on, and what
-is then idle there moves back. `wall_vs_copy`: an idle move's time over copying as many bytes twice; `idle_vs_prefill`: computing
-the prompt over that time, both at the longest context; a pause is the gap in the client's stream over its median gap;
-`pause_slope_ms_per_10k` is how it grows with the context.
+is then idle there moves to and fro a few times. `wall_vs_copy`: an idle move's time over copying as many bytes twice;
+`idle_vs_prefill`: computing the prompt over that time, both at the longest context; a pause is the gap in the client's stream
+over its median gap; `pause_slope_ms_per_10k` is how it grows with the context. The engines keep no checkpoints, whose rows would
+be there already when a conversation comes back, so that each move sends all of it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Move:
     idle_s: float
     idle_bytes: int
     copy_s: float
+    way: str
+    idle_phases_ms: dict[str, float]
+    live_phases_ms: dict[str, float]
 
     @property
     def wall_vs_copy(self) -> float:
@@ -78,6 +82,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", action="append", help="dense, hybrid, or as for engine (default: dense and hybrid)")
     command.add_argument("--contexts", default="1024,4096,16384", help="tokens of the conversations")
     command.add_argument("--rounds", type=int, default=3, help="conversations of each length")
+    command.add_argument("--repeats", type=int, default=5, help="idle moves of each conversation; their median counts")
     command.add_argument("--budget-s", type=float, default=0.0, help="begin nothing after so many seconds; 0: no bound")
     command.add_argument("--out", type=Path, help="file for all figures, as JSON")
 
@@ -132,7 +137,14 @@ class _Bench:
         cells = contexts[-1] + ROOM_TOKENS
         self._ports = [_free_port(), _free_port()]
         self._settings = [
-            ServerSettings(path, 1, cells, threads, options.gpu_layers, engine=dict(options.set) | _rpc_settings(port))
+            ServerSettings(
+                path,
+                1,
+                cells,
+                threads,
+                options.gpu_layers,
+                engine={"checkpoints": 0} | dict(options.set) | _rpc_settings(port),
+            )
             for port in self._ports
         ]
         self._fence = 0
@@ -170,7 +182,7 @@ class _Bench:
         await stream.until(len(stream.arrivals) + AFTER_TOKENS, reading)
         reading.cancel()
         await asyncio.wait((reading,))
-        idle = await self._handoff(away, home, stream.session)
+        idle, copy_s = await self._idle_moves(away, home, stream.session)
         pause_s, steps = stream.pause()
         return Move(
             model=self._name,
@@ -183,8 +195,25 @@ class _Bench:
             engine_pause_ms=live.pause_ms,
             idle_s=idle.seconds,
             idle_bytes=idle.sent_bytes,
-            copy_s=_copy_s(copies(idle.sent_bytes, self._options.gpu_layers), idle.sent_bytes),
+            copy_s=copy_s,
+            way=idle.way,
+            idle_phases_ms=idle.phases_ms,
+            live_phases_ms=live.phases_ms,
         )
+
+    async def _idle_moves(self, away: Side, home: Side, session: str) -> tuple[HandoffAnswer, float]:
+        """The move whose ratio to a copy of its bytes just behind it is the median one, and that copy's time. An odd number of
+        moves, so that the conversation is at home then."""
+        moves: list[tuple[float, HandoffAnswer, float]] = []
+        copying: Copies | None = None
+        for number in range(self._options.repeats | 1):
+            here, there = (away, home) if number % 2 == 0 else (home, away)
+            move = await self._handoff(here, there, session)
+            copying = copying or copies(move.total_bytes, self._options.gpu_layers)
+            copy_s = _copy_s(copying, move.sent_bytes)
+            moves.append((move.seconds / copy_s, move, copy_s))
+        _, median_move, copy_s = sorted(moves, key=lambda one: one[0])[len(moves) // 2]
+        return median_move, copy_s
 
     async def _handoff(self, source: Side, target: Side, session: str) -> HandoffAnswer:
         self._fence += 1
@@ -335,3 +364,13 @@ def _cells(move: Move) -> list[str]:
 
 def _show(moves: list[Move]) -> None:
     print_table("handoffs", COLUMNS, [_cells(move) for move in moves])
+    for kind, found in (
+        ("idle", [move.idle_phases_ms for move in moves]),
+        ("live", [move.live_phases_ms for move in moves]),
+    ):
+        names = list(dict.fromkeys(name for phases in found for name in phases))
+        rows = [
+            [move.model, str(move.tokens), move.way, *(f"{phases.get(name, 0.0):.2f}" for name in names)]
+            for move, phases in zip(moves, found, strict=True)
+        ]
+        print_table(f"milliseconds of {kind} moves", ("model", "tokens", "way", *names), rows)

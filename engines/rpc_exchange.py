@@ -51,6 +51,11 @@ class Exchange:
         self._body_until = asyncio.get_running_loop().time() + stall_s + head.payload_bytes / MIN_BYTES_PER_S
         self._unsent_bytes = 0
 
+    @property
+    def peer_gone(self) -> asyncio.Event:
+        """Set when the connection has ended."""
+        return self._stream.gone
+
     # --- the request's payload ------------------------------------------------------------------
 
     async def body(self) -> bytes:

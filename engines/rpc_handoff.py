@@ -35,7 +35,8 @@ class HandoffClient(RpcClient):
     async def adopt_ask(self, body: AskBody) -> AdoptedAnswer:
         return await self._told(Opcode.ADOPT_ASK, body, AdoptedAnswer, ADOPT_PATIENCE_S)
 
-    async def adopt_block(self, handoff: str, head: BlockHead, data: Buffer) -> AdoptedAnswer:
+    async def adopt_block(self, handoff: str, head: BlockHead, data: Buffer = b"") -> AdoptedAnswer:
+        """A piece; without `data` one that lies on the shelf."""
         begin = headed(head)
         return await self._sent(
             Opcode.ADOPT_BLOCK, handoff, _parts(begin, data), len(begin) + len(data), ADOPT_PATIENCE_S

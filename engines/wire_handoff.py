@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class HandoffBody:
-    """Asked of the source. The target's RPC address and secret; the source gives up `deadline_s` from now."""
+    """Asked of the source. The target's RPC address and secret; the source gives up `deadline_s` from now. With `request_id` that
+    very request moves, which may still be on its way to the source, in its line or in its prompt."""
 
     handoff: str
     fence: int
@@ -19,12 +20,15 @@ class HandoffBody:
     target_port: int
     target_secret: str = field(default="", repr=False)
     deadline_s: float = 60.0
+    request_id: str = ""
 
 
 @dataclass(frozen=True)
 class HandoffAnswer:
     """What was moved. `kind` is live or idle. `pause_ms` is from the stop until the target had everything, 0 of an idle one;
-    `pause_steps` the same in steps of the source. `total_bytes` is what copying all of the state at once would have sent."""
+    `pause_steps` the same in steps of the source. `total_bytes` is what copying all of the state at once would have sent, of
+    which the target held `skipped_bytes`; `hidden_bytes` had gone before the first token of the answer was drawn. `send_s` were
+    spent on sending, `phases_ms` on the parts of the move; `way` is shelf (memory of the host that both map) or stream."""
 
     kind: str
     tokens: int
@@ -35,11 +39,37 @@ class HandoffAnswer:
     pause_ms: float
     pause_steps: float
     request_id: str | None = None
+    hidden_bytes: int = 0
+    send_s: float = 0.0
+    way: str = "stream"
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ShelfOffer:
+    """Memory of the source's host, which a target of the same host and user may map: a file's name in the folder that both are
+    set to, its numbers, and `nonce` (hexadecimal), which stands at `nonce_at` while ADOPT is answered."""
+
+    name: str
+    size_bytes: int
+    device: int
+    inode: int
+    nonce_at: int
+    nonce: str
+
+
+@dataclass(frozen=True)
+class PrefixMark:
+    """The first `tokens` tokens of the state have this digest."""
+
+    tokens: int
+    digest: str
 
 
 @dataclass(frozen=True)
 class AdoptBody:
-    """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end."""
+    """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end. `marks`: what
+    the target may already hold of it, the shortest first."""
 
     handoff: str
     fence: int
@@ -50,38 +80,50 @@ class AdoptBody:
     idle: bool
     raw_logits: bool
     request_id: str | None = None
+    shelf: ShelfOffer | None = None
+    marks: tuple[PrefixMark, ...] = ()
 
 
 @dataclass(frozen=True)
 class AdoptAnswer:
-    """The slot that was taken, or of an idle conversation will be."""
+    """The slot that was taken, or of an idle conversation that comes as a stream will be. `on_shelf`: pieces are taken from the
+    offered memory. The first `held_tokens` are there and are not sent."""
 
     slot_id: int
+    on_shelf: bool = False
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class BlockHead:
-    """What stands before a block's bytes in ADOPT_BLOCK."""
+    """What stands before a piece's bytes in ADOPT_BLOCK; of a piece on the shelf (`offset`) it is all there is. `tokens` are
+    a block's own where the manifest has not come yet."""
 
     start: int
     end: int
     size_bytes: int
     proof: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    kind: str = "block"
+    offset: int | None = None
 
 
 @dataclass(frozen=True)
 class AdoptedAnswer:
-    """`state` is open (pieces are awaited), going (the generation runs here, or the idle state is in its slot) or over."""
+    """`state` is open (pieces are awaited), going (the generation runs here, or the idle state is in its slot) or over. Of the
+    pieces that came `entered` are not needed on the shelf any more."""
 
     state: str
     tokens: int = 0
+    entered: int = 0
 
 
 @dataclass(frozen=True)
 class AskBody:
-    """How a move stands at the target; with `drop` it ends there unless the generation goes on already."""
+    """How a move stands at the target; with `drop` it ends there unless the generation goes on already. With `wait` the answer
+    comes when nothing of what was sent is on its way in any more."""
 
     handoff: str
     fence: int
     drop: bool = False
+    wait: bool = False

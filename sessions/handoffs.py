@@ -74,11 +74,16 @@ def name_of(handoff_id: int) -> str:
     return f"handoff-{handoff_id}"
 
 
-def start(chat_id: int, source_id: int, target_id: int, *, send: bool = True) -> int:
-    """Plan a move and have it done; returns its key. Raises SessionBusy while another move of the conversation goes on."""
+def start(chat_id: int, source_id: int, target_id: int, *, send: bool = True, request_id: str = "") -> int:
+    """Plan a move and have it done; returns its key. Raises SessionBusy while another move of the conversation goes on.
+
+    With `request_id` just that request moves, from the moment on that it reaches the source.
+    """
     try:
         with transaction.atomic():
-            handoff = Handoff.objects.create(chat_id=chat_id, source_id=source_id, target_id=target_id)
+            handoff = Handoff.objects.create(
+                chat_id=chat_id, source_id=source_id, target_id=target_id, request_id=request_id
+            )
             if send:
                 transaction.on_commit(lambda: _send(handoff.pk), robust=True)
             publish_on_commit("chat", chat_id)
@@ -94,9 +99,9 @@ def _send(handoff_id: int) -> None:
         logger.warning("handoff %d was not sent; the sweep gives it up: %s", handoff_id, error)
 
 
-async def run(handoff_id: int) -> HandoffView:
+async def run(handoff_id: int, deadline_s: float = DEADLINE_S) -> HandoffView:
     """Do a planned move, or learn what came of one that was begun. Harmless to call twice."""
-    body_and_source = await in_db(_begun, handoff_id)
+    body_and_source = await in_db(_begun, handoff_id, deadline_s)
     if body_and_source is None:
         return await in_db(view, handoff_id)
     body, source = body_and_source
@@ -114,7 +119,7 @@ async def run(handoff_id: int) -> HandoffView:
     return await in_db(view, handoff_id)
 
 
-def _begun(handoff_id: int) -> tuple[HandoffBody, engines.EngineRpc] | None:
+def _begun(handoff_id: int, deadline_s: float) -> tuple[HandoffBody, engines.EngineRpc] | None:
     """What to ask of the source; None for a move that is over."""
     planned = Handoff.objects.filter(pk=handoff_id, state=HandoffState.PLANNED)
     planned.update(state=HandoffState.RUNNING, started_at=Now())
@@ -133,7 +138,8 @@ def _begun(handoff_id: int) -> tuple[HandoffBody, engines.EngineRpc] | None:
         target_host=target.address,
         target_port=target.port,
         target_secret=target.secret,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
+        request_id=row.request_id,
     )
     return body, source
 
@@ -142,7 +148,10 @@ def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
     """Write down that the conversation is at the target; False when the move had ended before."""
     with transaction.atomic():
         running = Handoff.objects.filter(pk=handoff_id, state=HandoffState.RUNNING)
-        rate = answer.sent_bytes / 1e6 / answer.seconds if answer.seconds else None
+        splits = running.exclude(request_id="").exists()
+        # A move that waited for a prompt to be computed was not slower for that.
+        sending_s = answer.send_s or answer.seconds
+        rate = answer.sent_bytes / 1e6 / sending_s if sending_s else None
         if not running.update(
             state=HandoffState.COMMITTED,
             kind=answer.kind,
@@ -158,7 +167,9 @@ def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
         ):
             return False
         row = Handoff.objects.get(pk=handoff_id)
-        ChatSession.objects.filter(pk=row.chat_id).update(engine_id=row.target_id, wanted_engine_id=row.target_id)
+        # What a person moved is to stay there; of a split request only this answer was meant.
+        wanted = {} if splits else {"wanted_engine_id": row.target_id}
+        ChatSession.objects.filter(pk=row.chat_id).update(engine_id=row.target_id, **wanted)
         if row.request_id:
             leased = SlotLease.objects.filter(request_id=row.request_id, engine_id=row.source_id)
             leased.update(engine_id=row.target_id)

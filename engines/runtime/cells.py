@@ -38,20 +38,20 @@ class CellLedger:
     def __init__(self, count: int) -> None:
         self.count = count
         self._holders = np.zeros(count, dtype=np.int32)
-        self._free = list(range(count - 1, -1, -1))
+        self._free = array("i", range(count - 1, -1, -1))
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> array[int]:
         """Cells for newly decoded tokens. Raises ValueError beyond what is free: the plan of the step was wrong."""
         if count > len(self._free):
             raise ValueError(f"{count} cells wanted, {len(self._free)} are free")
         split = len(self._free) - count
         taken = self._free[split:]
         del self._free[split:]
-        self._holders[taken] = 1
+        self._holders[np.frombuffer(taken, dtype=np.int32) if count else []] = 1
         return taken
 
     def share(self, cells: NDArray[np.int32]) -> None:
@@ -59,7 +59,7 @@ class CellLedger:
 
     def drop(self, cells: NDArray[np.int32]) -> None:
         self._holders[cells] -= 1
-        self._free.extend(cells[self._holders[cells] == 0].tolist())
+        self._free.frombytes(cells[self._holders[cells] == 0].tobytes())
 
     def held_alone(self, cells: NDArray[np.int32]) -> int:
         """How many of these cells would become free if their one holder dropped them."""
@@ -189,6 +189,11 @@ class Sequence:
     def receive(self, count: int) -> None:
         """Notes cells that an import has filled. Their tokens stay unknown until `received`, so nobody reuses them before."""
         self._cells.extend(self._ledger.take(count))
+
+    def receive_shared(self, source: Sequence, count: int) -> None:
+        """As `receive`, of an empty sequence: it holds the first `count` cells of `source` too."""
+        self._cells = source._cells[:count]
+        self._ledger.share(self.cells)
 
     def received(self, tokens: list[int]) -> None:
         """Ends an import: the cells received hold the state of `tokens`. Raises ValueError when the counts differ."""

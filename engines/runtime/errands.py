@@ -19,6 +19,8 @@ from engines.runtime.prefix import PrefixCache
 SHARE_WHILE_BUSY = 0.1
 # Time that was saved up in quiet; it bounds what can come in one go.
 MAX_CREDIT_S = 0.1
+# How soon a next errand follows one that it depends on: a turn of the event loop.
+NEXT_ERRAND_S = 0.003
 
 log = logging.getLogger("hydra.engine.errands")
 
@@ -90,20 +92,34 @@ class ErrandQueue:
         return errand.result
 
     def advance(self, cache: PrefixCache, *, busy: bool) -> bool:
-        """Runs one slice of the next errand, if there is one and the time for it. False when nothing was done."""
+        """Runs a slice of the next errand, if there is one and the time for it; behind a long step as many, one after the other,
+        as its tenth allows. False when nothing was done."""
         now = time.monotonic()
         earned_s = (now - self._looked_at) * SHARE_WHILE_BUSY
         self._credit_s, self._looked_at = min(self._credit_s + earned_s, MAX_CREDIT_S), now
         if not self._errands or (busy and self._credit_s <= 0):
             return False
-        errand = self._errands.popleft()
-        goes_on = errand.advance(cache)
+        self._slice(cache)
         if busy:
+            # Whoever waited for this slice may have the next one ready in a moment; the next step could take seconds.
+            until = now + min(earned_s, self._credit_s)
+            while time.monotonic() < until and self._comes_by(until):
+                self._slice(cache)
             self._credit_s -= time.monotonic() - now
-        if goes_on:
+        return True
+
+    def _slice(self, cache: PrefixCache) -> None:
+        errand = self._errands.popleft()
+        if errand.advance(cache):
             with self._changed:
                 self._errands.append(errand)
-        return True
+
+    def _comes_by(self, until: float) -> bool:
+        """Whether there is an errand, or comes one before `until`, and soon."""
+        with self._changed:
+            if not self._errands:
+                self._changed.wait(min(NEXT_ERRAND_S, max(0.0, until - time.monotonic())))
+            return bool(self._errands)
 
     def fail_all(self, error: BaseException) -> None:
         """Nobody may wait for a result that will not come."""

@@ -28,15 +28,16 @@ from engines.rpc_exchange import Exchange
 from engines.rpc_handoff import HEAD_LENGTH
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.handoff_shelf import Shelf, Shelves
 from engines.runtime.origin import Origin
 from engines.runtime.prefix import PrefixCache, Source
 from engines.runtime.preparation import Preparation
 from engines.runtime.state_adopt import Adopting, adopting
-from engines.runtime.state_desk import RestoreTerms, StateDesk
-from engines.runtime.state_forms import DIGEST_BYTES, digest_of
+from engines.runtime.state_desk import StateDesk
+from engines.runtime.state_forms import DIGEST_BYTES, checksum_of, digest_of
 from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
-from engines.wire_handoff import AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead
+from engines.wire_handoff import AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead, ShelfOffer
 from engines.wire_json import read_json
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -59,13 +60,18 @@ class Adopted:
     body: AdoptBody
     slot_id: int
     desk: ArrivingHandoffs
-    adopting: Adopting | None = None
+    adopting: Adopting
+    shelf: Shelf | None = None
+    manifest: Manifest | None = None
+    awaited: list[StatePiece] = field(default_factory=list)
+    """Once the manifest is here: the pieces that are still to come."""
     state: str = OPEN
     tokens: int = 0
     generation: Generation | None = None
     claimed: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     timer: asyncio.TimerHandle | None = None
+    leaving: asyncio.Task[None] | None = None
     at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def reading(self, generations: Sequence[Generation]) -> AbstractAsyncContextManager[Generation]:
@@ -75,6 +81,11 @@ class Adopted:
     def settle(self, state: str) -> None:
         self.state = state
         self.settled.set()
+        if self.leaving is not None and self.leaving is not asyncio.current_task():
+            self.leaving.cancel()
+
+    def answer(self) -> AdoptedAnswer:
+        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered)
 
     def unwatch(self) -> None:
         if self.timer is not None:
@@ -90,11 +101,17 @@ class ArrivingHandoffs:
         self._known: OrderedDict[str, Adopted] = OrderedDict()
         self._fences: OrderedDict[str, int] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
+        config = preparation.config
+        self._shelves = Shelves(cuda_device=max(config.main_gpu, 0) if config.gpu_layers else None)
+        self._mapping = asyncio.Lock()
 
     # --- what the source asks -------------------------------------------------------------------
 
-    async def begin(self, body: AdoptBody) -> AdoptAnswer:
-        """ADOPT. Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible."""
+    async def begin(self, body: AdoptBody, source_gone: asyncio.Event) -> AdoptAnswer:
+        """ADOPT, over a connection whose end `source_gone` tells.
+
+        Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible.
+        """
         seen, former = self._fences.get(body.session, 0), self._known.get(body.handoff)
         if body.fence < seen or (body.fence == seen and (former is None or former.state == GOING)):
             raise HandoffStale(f"Move {body.fence} of the session is older than one that was seen here.")
@@ -107,10 +124,24 @@ class ArrivingHandoffs:
             self._fences.popitem(last=False)
         for older in [one for one in self._known.values() if one.body.session == body.session and one.state == OPEN]:
             await self._abort(older)
-        entry = await self._entry(body)
+        entry = await self._entry(body, await self._shelf(body.shelf))
         self._known[body.handoff] = entry
         self._watch(entry, SILENCE_S)
-        return AdoptAnswer(entry.slot_id)
+        entry.leaving = asyncio.ensure_future(self._left_alone(entry, source_gone))
+        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens)
+
+    async def _shelf(self, offer: ShelfOffer | None) -> Shelf | None:
+        if offer is None:
+            return None
+        async with self._mapping:
+            return await asyncio.to_thread(self._shelves.take, offer)
+
+    async def _left_alone(self, entry: Adopted, source_gone: asyncio.Event) -> None:
+        """Ends a move whose source has gone, unless it brought all before."""
+        await source_gone.wait()
+        if entry.state == OPEN and not entry.at_work.locked():
+            log.info("handoff %s: its source has gone", entry.body.handoff)
+            await self._abort(entry)
 
     def _make_room(self) -> None:
         if sum(entry.state == OPEN for entry in self._known.values()) >= MOST_OPEN:
@@ -119,7 +150,7 @@ class ArrivingHandoffs:
         for name in settled[: max(0, len(self._known) - MOST_KNOWN + 1)]:
             del self._known[name]
 
-    async def _entry(self, body: AdoptBody) -> Adopted:
+    async def _entry(self, body: AdoptBody, shelf: Shelf | None) -> Adopted:
         core = self._preparation.core
         if body.expected_tokens > core.config.context_tokens:
             raise StateTooLarge(f"The state has {body.expected_tokens} tokens; the context holds fewer.")
@@ -127,75 +158,99 @@ class ArrivingHandoffs:
             slot_id: int | None = await core.perform(lambda cache: _free_slot(cache, body.raw_logits))
             if slot_id is None:
                 raise NoCellsFree("Every slot of the engine works.")
-            if body.idle:
-                return Adopted(body, slot_id, self)
+            origin = Origin(body.tenant, body.session)
+            terms = await self._desk.terms()
             try:
-                taken = await adopting(await self._desk.terms(), core, slot_id, body.expected_tokens)
+                taken = await adopting(terms, core, slot_id, body.expected_tokens, origin=origin, marks=body.marks)
             except SlotBusy:
                 if not tries_left:
                     raise
                 continue
-            return Adopted(body, slot_id, self, taken)
+            return Adopted(body, slot_id, self, taken, shelf, tokens=taken.held_tokens)
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def block(self, exchange: Exchange) -> AdoptedAnswer:
-        """ADOPT_BLOCK: a finished block of a generation that still runs elsewhere."""
+        """ADOPT_BLOCK: a finished block of a generation that still runs elsewhere; behind the manifest any piece of it."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
-            if entry.adopting is None:
-                raise InvalidRequest("An idle conversation comes as a whole, by ADOPT_REST.")
             head = read_json(BlockHead, await _read_head(exchange, MAX_HEAD_BYTES), "a block's head")
-            if head.size_bytes != exchange.unread_bytes or len(head.tokens) != head.end - head.start:
+            piece = StatePiece(head.kind, head.start, head.end, head.size_bytes)
+            _require_expected(entry, head, piece)
+            delivery = await self._came(entry, exchange, head, piece)
+            await entry.adopting.begin(delivery, head.tokens)
+            entry.tokens = max(entry.tokens, head.end)
+            if entry.awaited:
+                entry.awaited.pop(0)
+            if entry.manifest is not None and not entry.awaited:
+                await self._go_on(entry, entry.adopting, entry.manifest)
+        return entry.answer()
+
+    async def _came(self, entry: Adopted, exchange: Exchange, head: BlockHead, piece: StatePiece) -> Delivery:
+        try:
+            proof = bytes.fromhex(head.proof)
+        except ValueError as error:
+            raise StateInvalid("A block's proof is not hexadecimal.") from error
+        if head.offset is None:
+            if head.size_bytes != exchange.unread_bytes:
                 raise StateInvalid("A block's head does not fit its bytes.")
-            piece = StatePiece("block", head.start, head.end, head.size_bytes)
-            try:
-                proof = bytes.fromhex(head.proof)
-            except ValueError as error:
-                raise StateInvalid("A block's proof is not hexadecimal.") from error
-            await entry.adopting.take(list(head.tokens), await self._delivery(exchange, piece, proof))
-            entry.tokens = head.end
-        return AdoptedAnswer(entry.state, entry.tokens)
+            return await self._delivery(exchange, piece, proof)
+        if entry.shelf is None:
+            raise StateInvalid("A piece is said to lie on a shelf that was not taken.")
+        data = entry.shelf.piece(head.offset, head.size_bytes)
+        return Delivery(piece, data, _nothing, proof, checksum_of)
 
     async def rest(self, exchange: Exchange) -> AdoptedAnswer:
-        """ADOPT_REST: all that is missing. When it is here the generation goes on."""
+        """ADOPT_REST: the manifest, and all that is missing unless it follows by ADOPT_BLOCK. Behind the last the generation
+        goes on."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
-            if entry.adopting is None:
-                await self._take_idle(entry, exchange)
-            else:
-                await self._take_running(entry, entry.adopting, exchange)
-        log.info("handoff %s: %d tokens are here", entry.body.handoff, entry.tokens)
-        return AdoptedAnswer(entry.state, entry.tokens)
+            await self._take_rest(entry, entry.adopting, exchange)
+        if entry.state == GOING:
+            log.info("handoff %s: %d tokens are here", entry.body.handoff, entry.tokens)
+        return entry.answer()
 
-    async def _take_idle(self, entry: Adopted, exchange: Exchange) -> None:
-        origin = Origin(entry.body.tenant, entry.body.session)
-        terms = RestoreTerms(exchange.head.payload_bytes, origin=origin)
-        restored = await self._desk.restore(entry.slot_id, terms, exchange.chunks())
-        entry.tokens = restored.n_past
-        entry.settle(GOING)
-
-    async def _take_running(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
+    async def _take_rest(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
+        if entry.manifest is not None:
+            raise InvalidRequest("The manifest of the state came before.")
         manifest = Manifest.from_json(await _read_head(exchange, MAX_MANIFEST_BYTES), taken.tokens)
         running = manifest.generation
-        if running is None or (running.request_id, running.session) != (entry.body.request_id, entry.body.session):
+        if entry.body.idle != (running is None) or (
+            running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)
+        ):
             raise StateInvalid("The state is not of the generation that was announced.")
-        for piece in await taken.complete(manifest):
-            proof = bytearray(DIGEST_BYTES)
-            await exchange.read_into(memoryview(proof))
-            await taken.rest(await self._delivery(exchange, piece, bytes(proof)))
+        awaited = await taken.complete(manifest)
+        if not exchange.unread_bytes:
+            # Its pieces follow one by one.
+            entry.manifest, entry.awaited = manifest, awaited
+        else:
+            for piece in awaited:
+                proof = bytearray(DIGEST_BYTES)
+                await exchange.read_into(memoryview(proof))
+                await taken.begin(await self._delivery(exchange, piece, bytes(proof)))
         if exchange.unread_bytes:
             raise StateInvalid("More bytes follow the end of the state.")
-        # From here on the source may not know whether it was heard, and asks.
+        if not entry.awaited:
+            await self._go_on(entry, taken, manifest)
+
+    async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest) -> None:
+        """All is here. From now on the source may not know whether it was heard, and asks."""
+        entry.tokens, running = len(manifest.tokens), manifest.generation
+        if running is None:
+            await taken.finish(manifest)
+            entry.settle(GOING)
+            return
         deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
         generation = await taken.go_on(manifest, self._preparation.compiler, Mailbox(), deadline_at)
         generation.followed = True
         generation.continued = sent_text(generation, running.sent_bytes, self._preparation)
-        entry.generation, entry.tokens = generation, len(manifest.tokens)
+        entry.generation = generation
         entry.settle(GOING)
         self._watch(entry, CLAIM_S)
 
     async def _delivery(self, exchange: Exchange, piece: StatePiece, proof: bytes) -> Delivery:
         dock = (await self._desk.terms()).dock
+        if not 0 < piece.size_bytes <= exchange.unread_bytes:
+            raise StateInvalid(f"A piece is said to have {piece.size_bytes} bytes; {exchange.unread_bytes} are left.")
         if piece.size_bytes > dock.arena.size_bytes:
             raise StateTooLarge(f"A piece has {piece.size_bytes} bytes; here one may have {dock.arena.size_bytes}.")
         buffer = await dock.arena.take(piece.size_bytes)
@@ -215,7 +270,12 @@ class ArrivingHandoffs:
             raise HandoffStale("The handoff was granted under another number.")
         if body.drop and entry.state == OPEN:
             await self._abort(entry)
-        return AdoptedAnswer(entry.state, entry.tokens)
+        elif entry.state == OPEN and not entry.at_work.locked():
+            # Its source has nothing to send yet, but is there.
+            async with self._working(entry):
+                if body.wait:
+                    await entry.adopting.settled()
+        return entry.answer()
 
     # --- one move -------------------------------------------------------------------------------
 
@@ -249,8 +309,8 @@ class ArrivingHandoffs:
         if entry.generation is not None:
             self._preparation.core.cancel(entry.generation)
         entry.settle(OVER)
-        if entry.adopting is not None:
-            await entry.adopting.__aexit__(None, None, None)
+        entry.shelf = None
+        await entry.adopting.__aexit__(None, None, None)
 
     def _watch(self, entry: Adopted, limit_s: float) -> None:
         entry.unwatch()
@@ -298,6 +358,19 @@ async def _read_head(exchange: Exchange, most_bytes: int) -> bytes:
     head = bytearray(count)
     await exchange.read_into(memoryview(head))
     return bytes(head)
+
+
+def _require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None:
+    """Raises StateInvalid for a piece that cannot come now."""
+    if entry.manifest is not None:
+        if head.tokens or not entry.awaited or piece != entry.awaited[0]:
+            raise StateInvalid("A piece is not the next one of the manifest.")
+    elif head.kind != "block" or not 0 < piece.tokens == len(head.tokens):
+        raise StateInvalid("A block's head does not fit its tokens.")
+
+
+def _nothing() -> None:
+    """Memory that its owner takes back."""
 
 
 def _free_slot(cache: PrefixCache, raw_logits: bool) -> Generator[None, None, int | None]:

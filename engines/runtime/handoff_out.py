@@ -11,31 +11,22 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from engines.errors import (
-    DeadlineExceeded,
-    EngineError,
-    EngineUnreachable,
-    GenerationStays,
-    HandoffStale,
-    ProtocolBroken,
-    RpcRefused,
-    SessionNotHeld,
-    SlotBusy,
-    StateError,
-)
-from engines.rpc_handoff import HEAD_LENGTH, HandoffClient
-from engines.rpc_stream import Buffer
+from engines.errors import DeadlineExceeded, HandoffStale, SessionNotHeld, SlotBusy
+from engines.rpc_handoff import HandoffClient
 from engines.runtime.core import EngineCore
-from engines.runtime.generation import Generation, Piece
+from engines.runtime.generation import Generation
+from engines.runtime.handoff_idle import move_idle
+from engines.runtime.handoff_live import LiveMove
+from engines.runtime.handoff_way import Way
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_marks import marks_of
 from engines.runtime.slots import Slot
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_follow import Leaving
-from engines.runtime.state_forms import DIGEST_BYTES, digest_of
-from engines.runtime.state_snapshot import Manifest
-from engines.wire_handoff import AdoptBody, AskBody, BlockHead, HandoffAnswer, HandoffBody
+from engines.runtime.state_terms import SharingTerms
+from engines.wire_handoff import AdoptBody, HandoffAnswer, HandoffBody
 
 log = logging.getLogger("hydra.engine.handoff")
 
@@ -43,10 +34,10 @@ MOST_AT_ONCE = 4
 MOST_KNOWN = 256
 MAX_DEADLINE_S = 600.0
 LOOK_EVERY_S = 0.02
-# A client's reader that has not taken what was written by then holds the stop up for nothing.
-TOLD_S = 2.0
-REST_PATIENCE_S = 6.0
-ASK_PAUSES_S = (0.0, 0.1, 0.3, 0.6, 1.0)
+# A request that is asked for by its id may be on its way here; one that was refused never comes.
+APPEARS_S = 5.0
+# Connections to targets are used again within this time.
+KEPT_CLIENTS, KEPT_S = 4, 60.0
 # Room for what the generation writes while its blocks leave.
 EXPECTED_MORE_TOKENS = 256
 
@@ -57,10 +48,11 @@ class Held:
 
     generation: Generation | None
     is_pending: bool
-    slot_id: int | None
-    raw_logits: bool
-    tenant: str
-    tokens: int
+    slot_id: int | None = None
+    raw_logits: bool = False
+    tenant: str = ""
+    tokens: tuple[int, ...] = ()
+    others_run: bool = False
 
 
 class LeavingHandoffs:
@@ -69,6 +61,7 @@ class LeavingHandoffs:
     def __init__(self, core: EngineCore, desk: StateDesk) -> None:
         self._core, self._desk = core, desk
         self._moves: OrderedDict[str, tuple[int, asyncio.Task[HandoffAnswer]]] = OrderedDict()
+        self._clients: OrderedDict[tuple[str, int, str], tuple[float, HandoffClient]] = OrderedDict()
 
     async def move(self, body: HandoffBody) -> HandoffAnswer:
         """Raises HandoffStale, SlotBusy, SessionNotHeld, GenerationStays, DeadlineExceeded, and what keeps a state here or the
@@ -97,24 +90,53 @@ class LeavingHandoffs:
                 del self._moves[session]
 
     async def _moved(self, body: HandoffBody) -> HandoffAnswer:
-        until = time.monotonic() + min(body.deadline_s, MAX_DEADLINE_S)
-        async with HandoffClient(body.target_host, body.target_port, secret=body.target_secret) as target:
+        began_at = time.monotonic()
+        until, appears_until = began_at + min(body.deadline_s, MAX_DEADLINE_S), began_at + APPEARS_S
+        async with self._client(body) as target:
             while True:
-                held = await self._held(body.session)
+                held = await (self._request(body) if body.request_id else self._session(body.session))
                 try:
                     if held.generation is not None:
-                        return await _Live(self._core, self._desk, target, body, held, held.generation, until).run()
+                        return await self._live(target, body, held, held.generation, until)
                     if held.slot_id is not None and not held.is_pending:
                         return await self._idle(target, body, held, held.slot_id)
                 except SlotBusy as error:
                     log.debug("handoff %s: %s", body.handoff, error)
-                if held.generation is None and held.slot_id is None and not held.is_pending:
-                    raise SessionNotHeld("This engine holds nothing of the session in a slot.")
+                else:
+                    if not held.is_pending and not (body.request_id and time.monotonic() < appears_until):
+                        raise SessionNotHeld("This engine holds nothing of the session that could move.")
                 if time.monotonic() > until:
                     raise DeadlineExceeded("The move's time was up before the session could leave.")
                 await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _held(self, session: str) -> Held:
+    @asynccontextmanager
+    async def _client(self, body: HandoffBody) -> AsyncIterator[HandoffClient]:
+        """A connection to the target, which the next move may use again."""
+        key = (body.target_host, body.target_port, body.target_secret)
+        kept_at, client = self._clients.pop(key, (0.0, None))
+        if client is not None and time.monotonic() - kept_at > KEPT_S:
+            await client.close()
+            client = None
+        client = client or HandoffClient(body.target_host, body.target_port, secret=body.target_secret)
+        try:
+            yield client
+        except BaseException:
+            await client.close()
+            raise
+        if key in self._clients:
+            await client.close()
+            return
+        self._clients[key] = (time.monotonic(), client)
+        while len(self._clients) > KEPT_CLIENTS:
+            await self._clients.popitem(last=False)[1][1].close()
+
+    async def close(self) -> None:
+        while self._clients:
+            await self._clients.popitem()[1][1].close()
+
+    # --- what is here ---------------------------------------------------------------------------
+
+    async def _session(self, session: str) -> Held:
         def look(cache: PrefixCache) -> Generator[None, None, Held]:
             yield from ()
             mine = [slot for slot in cache.slots if slot.sequence.origin.session == session]
@@ -122,191 +144,72 @@ class LeavingHandoffs:
             waiting = any(one.session == session for one in self._core.waiting.in_order(Counter()))
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
-                return _held(decoding, decoding.generation, is_pending=False)
+                return _held(cache, decoding, decoding.generation, is_pending=False)
             idle = [slot for slot in mine if slot.idle and len(slot.sequence)]
             best = max(idle, key=lambda slot: slot.used_at, default=None)
             if best is None:
-                return Held(None, bool(running) or waiting, None, False, "", 0)
-            return _held(best, None, is_pending=bool(running) or waiting)
+                return Held(None, bool(running) or waiting)
+            return _held(cache, best, None, is_pending=bool(running) or waiting)
 
         held: Held = await self._core.perform(look)
         return held
 
-    # --- an idle conversation -------------------------------------------------------------------
+    async def _request(self, body: HandoffBody) -> Held:
+        """One request of the session, from the moment on when it stands in the line."""
 
-    async def _idle(self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int) -> HandoffAnswer:
-        began_at = time.monotonic()
-        terms = await self._desk.terms()
-        await target.adopt(_adopt_body(body, held, terms.fingerprint, None, held.tokens))
-        async with await self._desk.export(slot_id) as state:
-            tokens = list(state.manifest.tokens)
-            await target.adopt_rest(body.handoff, aiter(state), state.total_bytes, MAX_DEADLINE_S)
-        await self._core.perform(lambda cache: _emptied(cache, slot_id, tokens))
-        seconds = time.monotonic() - began_at
-        return HandoffAnswer("idle", len(tokens), state.total_bytes, 0, state.total_bytes, round(seconds, 6), 0.0, 0.0)
+        def look(cache: PrefixCache) -> Generator[None, None, Held]:
+            yield from ()
+            standing = [slot.generation for slot in cache.busy if slot.generation]
+            standing += [*self._core.waiting.in_order(Counter()), *self._core.landing.coming()]
+            for one in standing:
+                if one.request_id == body.request_id and one.session == body.session:
+                    raw_logits = self._core.wants_raw_logits(one)
+                    return Held(one, False, None, raw_logits, one.tenant, tuple(one.tokens), True)
+            return Held(None, False)
 
+        held: Held = await self._core.perform(look)
+        return held
 
-class _Live:
-    """One running generation on its way."""
+    # --- the two ways of moving -----------------------------------------------------------------
 
-    def __init__(
-        self,
-        core: EngineCore,
-        desk: StateDesk,
-        target: HandoffClient,
-        body: HandoffBody,
-        held: Held,
-        generation: Generation,
-        until: float,
-    ) -> None:
-        self._core, self._desk, self._target, self._body = core, desk, target, body
-        self._held, self._generation, self._until = held, generation, until
-        self._sent_bytes = 0
-
-    async def run(self) -> HandoffAnswer:
-        generation, body = self._generation, self._body
-        if not generation.followed:
-            raise GenerationStays(
-                "Nobody would follow the running request: it has several choices, images, log probabilities, or a form of"
-                " answer whose stream cannot be continued elsewhere."
-            )
-        began_at, began_tokens = time.monotonic(), generation.new_tokens
+    async def _live(
+        self, target: HandoffClient, body: HandoffBody, held: Held, generation: Generation, until: float
+    ) -> HandoffAnswer:
         terms = await self._desk.terms()
         expected = min(
             len(generation.tokens) + EXPECTED_MORE_TOKENS, len(generation.prompt) + generation.max_new_tokens
         )
-        await self._target.adopt(_adopt_body(body, self._held, terms.fingerprint, generation.request_id, expected))
-        try:
-            # The site may open the other end now, so that the stop is not longer than the state's way.
-            generation.mailbox.put(Piece(generation.choice, moving=body.handoff))
-            async with Leaving(self._core, terms, generation, body.fence) as leaving:
-                await self._follow(leaving)
-                steps = generation.new_tokens - began_tokens
-                step_s = (time.monotonic() - began_at) / max(1, steps)
-                stopped_at = time.monotonic()
-                manifest = await leaving.stop()
-                await self._told()
-                await self._send_rest(leaving, manifest)
-                pause_s = time.monotonic() - stopped_at
-                generation.handoff = body.handoff
-                await leaving.commit(body.fence)
-        except BaseException:
-            await self._drop()
-            raise
-        return HandoffAnswer(
-            kind="live",
-            tokens=len(manifest.tokens),
-            sent_bytes=self._sent_bytes,
-            skipped_bytes=0,
-            total_bytes=manifest.total_bytes,
-            seconds=round(time.monotonic() - began_at, 6),
-            pause_ms=round(pause_s * 1000, 3),
-            pause_steps=round(pause_s / step_s, 3) if step_s else 0.0,
-            request_id=generation.request_id,
-        )
+        adopt = _adopt_body(body, held, terms, generation.request_id, expected)
+        async with Way(target, terms, body.handoff, body.fence) as way:
+            return await LiveMove(self._core, terms, way, body, generation, until).run(adopt)
 
-    async def _follow(self, leaving: Leaving) -> None:
-        """Sends what is full, until less than a block is missing."""
-        tokens = self._generation.tokens
-        async for exported in leaving.finished_blocks(digest_of):
-            with exported.buffer:
-                piece = exported.piece
-                head = BlockHead(
-                    piece.start,
-                    piece.end,
-                    exported.data.nbytes,
-                    exported.proof.hex(),
-                    tuple(tokens[piece.start : piece.end]),
-                )
-                await self._target.adopt_block(self._body.handoff, head, memoryview(exported.data.data))
-            self._sent_bytes += piece.size_bytes
-            if time.monotonic() > self._until:
-                raise DeadlineExceeded("The move's time was up before the generation's blocks had left.")
-
-    async def _told(self) -> None:
-        """Returns once all text that was made here has gone out."""
-
-        def nothing(_cache: PrefixCache) -> Generator[None, None, None]:
-            yield from ()
-
-        # What the stop's step had to say is handed to the event loop before an errand of a later turn is.
-        await self._core.perform(nothing)
-        told = asyncio.Event()
-        self._generation.mailbox.put(Piece(self._generation.choice, moving=self._body.handoff, told=told))
-        try:
-            async with asyncio.timeout(TOLD_S):
-                await told.wait()
-        except TimeoutError as error:
-            raise StateError("The answer's reader is too slow to follow now.") from error
-
-    async def _send_rest(self, leaving: Leaving, manifest: Manifest) -> None:
-        """Returns when the target goes on. Raises when it surely does not, or cannot be asked any more."""
-        head = manifest.to_json(leaving.sent_tokens)
-        rest = [piece for piece in manifest.pieces if piece.kind != "block" or piece.start >= leaving.sent_tokens]
-        rest_bytes = sum(piece.size_bytes for piece in rest)
-        total_bytes = HEAD_LENGTH.size + len(head) + rest_bytes + DIGEST_BYTES * len(rest)
-
-        async def payload() -> AsyncIterator[Buffer]:
-            yield HEAD_LENGTH.pack(len(head)) + head
-            async for exported in leaving.rest(digest_of):
-                with exported.buffer:
-                    yield exported.proof
-                    yield memoryview(exported.data.data)
-
-        try:
-            await self._target.adopt_rest(self._body.handoff, payload(), total_bytes, REST_PATIENCE_S)
-        except (EngineUnreachable, ProtocolBroken) as error:
-            if not await self._goes_on_there():
-                raise
-            log.warning("handoff %s: the answer was lost (%s), but the target goes on", self._body.handoff, error)
-        self._sent_bytes += rest_bytes
-
-    async def _goes_on_there(self) -> bool:
-        """Asks a target whose answer was lost. One that cannot be reached has its stream read by nobody."""
-        for pause_s in ASK_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            try:
-                answer = await self._target.adopt_ask(AskBody(self._body.handoff, self._body.fence, drop=True))
-            except RpcRefused:
-                return False
-            except (EngineUnreachable, ProtocolBroken) as error:
-                log.debug("handoff %s: the target does not answer: %s", self._body.handoff, error)
-                continue
-            return answer.state == "going"
-        return False
-
-    async def _drop(self) -> None:
-        try:
-            await self._target.adopt_ask(AskBody(self._body.handoff, self._body.fence, drop=True))
-        except EngineError as error:
-            log.debug("handoff %s: the target could not be told to drop it: %s", self._body.handoff, error)
+    async def _idle(self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int) -> HandoffAnswer:
+        terms = await self._desk.terms()
+        adopt = _adopt_body(body, held, terms, None, len(held.tokens))
+        async with Way(target, terms, body.handoff, body.fence) as way:
+            return await move_idle(self._core, self._desk, way, terms, adopt, slot_id, busy=held.others_run)
 
 
-def _held(slot: Slot, generation: Generation | None, *, is_pending: bool) -> Held:
+def _held(cache: PrefixCache, slot: Slot, generation: Generation | None, *, is_pending: bool) -> Held:
+    origin, tokens = slot.sequence.origin, tuple(slot.sequence.tokens)
     return Held(
-        generation, is_pending, slot.index, slot.has_raw_logits, slot.sequence.origin.tenant, len(slot.sequence)
+        generation, is_pending, slot.index, slot.has_raw_logits, origin.tenant, tokens, others_run=bool(cache.busy)
     )
 
 
 def _adopt_body(
-    body: HandoffBody, held: Held, fingerprint: str, request_id: str | None, expected_tokens: int
+    body: HandoffBody, held: Held, terms: SharingTerms, request_id: str | None, expected_tokens: int
 ) -> AdoptBody:
     return AdoptBody(
         handoff=body.handoff,
         fence=body.fence,
         session=body.session,
         tenant=held.tenant,
-        fingerprint=fingerprint,
+        fingerprint=terms.fingerprint,
         expected_tokens=expected_tokens,
         idle=request_id is None,
         raw_logits=held.raw_logits,
         request_id=request_id,
+        # At least one token is computed where the conversation goes on.
+        marks=marks_of(held.tokens[:-1], terms.block_tokens),
     )
-
-
-def _emptied(cache: PrefixCache, slot_id: int, tokens: list[int]) -> Generator[None, None, None]:
-    """Frees a slot whose conversation is elsewhere now, unless something new has begun in it."""
-    yield from ()
-    slot = cache.slots[slot_id]
-    if slot.idle and slot.sequence.tokens == tokens:
-        slot.sequence.clear()

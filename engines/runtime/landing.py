@@ -39,6 +39,12 @@ class Landing:
         self._waiting = waiting
         self._coming: set[Generation] = set()
 
+    def __contains__(self, generation: Generation) -> bool:
+        return generation in self._coming
+
+    def coming(self) -> list[Generation]:
+        return list(self._coming)
+
     def takes(self, generation: Generation, slot: Slot, source: Source) -> bool:
         """True when the slot now waits for what the store has. Asked once for a generation: a second try would be no better."""
         incoming, generation.incoming = generation.incoming, None

@@ -6,7 +6,9 @@ pieces and the generation itself come last. Until `go_on` has returned nothing h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,21 +17,32 @@ from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_marks import longest_marked
+from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import to_its_end
 from engines.runtime.state_order import require_order
 from engines.runtime.state_snapshot import Manifest, StatePiece, resumed
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Arrival, Delivery, arrive
+from engines.wire_handoff import PrefixMark
+
+# Pieces that are on their way in while the next one is asked for.
+UNENTERED = 1
 
 
 class Adopting:
     """`async with` it on the target, once `begun`. Pieces come in their order, each behind its tokens."""
 
     def __init__(self, core: EngineCore, terms: SharingTerms, arrival: Arrival) -> None:
+        self.held_tokens = len(arrival.tokens)
+        self.entered = 0
         self._core, self._terms, self._arrival = core, terms, arrival
         self._lane = terms.dock.lane()
         self._pieces: list[StatePiece] = []
+        self._held_pieces = 0
+        self._entering: deque[asyncio.Future[Any]] = deque()
         self._done = False
 
     async def __aenter__(self) -> Adopting:
@@ -40,6 +53,11 @@ class Adopting:
     ) -> None:
         if self._done:
             return
+        while self._entering:
+            entering = self._entering.popleft()
+            await asyncio.wait((entering,))
+            if not entering.cancelled():
+                entering.exception()  # looked at: all of it is thrown away
         try:
             await self._terms.dock.perform(lambda cache: self._arrival.abort(self._terms.dock.codec))
         except EngineStopping:
@@ -52,10 +70,13 @@ class Adopting:
 
     async def take(self, tokens: list[int], delivery: Delivery) -> None:
         """One block of `tokens`, while the source still decodes. Raises as a restore does."""
-        self._arrival.tokens += tokens
-        await self._enter(delivery)
+        await self.begin(delivery, tokens)
+        await self.settled()
 
-    async def _enter(self, delivery: Delivery) -> None:
+    async def begin(self, delivery: Delivery, tokens: Sequence[int] = ()) -> None:
+        """As `take`, but returns while the piece is on its way in; those before it have entered then. `tokens` are those of a
+        block that comes before the manifest."""
+        self._arrival.tokens += tokens
         arrival, codec = self._arrival, self._terms.dock.codec
 
         def check() -> None:
@@ -65,22 +86,40 @@ class Adopting:
         def enter(cache: PrefixCache) -> None:
             arrival.enter(cache, codec, delivery.piece, delivery.data)
 
-        try:
-            await to_its_end(self._lane.submit(enter, first=check))
-        finally:
-            delivery.free()
+        entering = self._lane.submit(enter, first=check)
+        entering.add_done_callback(lambda _: delivery.free())
+        self._entering.append(entering)
         self._pieces.append(delivery.piece)
+        await self._entered(UNENTERED)
+
+    async def settled(self) -> None:
+        """Returns when all that came has entered. Raises what went wrong with it."""
+        await self._entered(0)
+
+    async def _entered(self, most_left: int) -> None:
+        while len(self._entering) > most_left:
+            await to_its_end(self._entering.popleft())
+            self.entered += 1
 
     async def complete(self, manifest: Manifest) -> list[StatePiece]:
         """What the source's stop says. Returns the pieces that are still to come, for `rest`.
 
         Raises StateIncompatible, or StateInvalid when what came in is not how it begins.
         """
+        await self.settled()
         Fingerprint.parse(self._terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
         tokens, there = list(manifest.tokens), len(self._arrival.tokens)
+        every = manifest.all_tokens
+        if not tokens or min(every) < 0 or max(every) >= self._core.loaded.vocabulary.size:
+            raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
         require_order(manifest.pieces, len(tokens), self._terms.layout)
-        if tokens[:there] != self._arrival.tokens or list(manifest.pieces[: len(self._pieces)]) != self._pieces:
+        held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
+        came = list(manifest.pieces[len(held) : len(held) + len(self._pieces)])
+        if tokens[:there] != self._arrival.tokens or came != self._pieces:
             raise StateInvalid("The blocks that came in are not those that the state begins with.")
+        if (held[-1].end if held else 0) != self.held_tokens:
+            raise StateInvalid("The state's blocks do not end where what is held here does.")
+        self._held_pieces = len(held)
 
         def promise(cache: PrefixCache) -> Generator[None, None, None]:
             yield from ()
@@ -88,10 +127,34 @@ class Adopting:
             self._arrival.slot.awaited_cells = len(tokens) - there
 
         await self._terms.dock.perform(promise)
-        return list(manifest.pieces[len(self._pieces) :])
+        return list(manifest.pieces[len(held) + len(self._pieces) :])
 
     async def rest(self, delivery: Delivery) -> None:
-        await self._enter(delivery)
+        await self.begin(delivery)
+        await self.settled()
+
+    async def finish(self, manifest: Manifest) -> None:
+        """The idle conversation is in its slot. Raises StateInvalid when not everything came in."""
+        await self._require_all(manifest)
+
+        def work(cache: PrefixCache) -> Generator[None, None, None]:
+            yield from self._finish()
+
+        await self._terms.dock.perform(work)
+
+    async def _require_all(self, manifest: Manifest) -> None:
+        await self.settled()
+        missing = len(manifest.pieces) - self._held_pieces - len(self._pieces)
+        if missing:
+            raise StateInvalid(f"{missing} pieces of the state did not come in.")
+
+    def _finish(self) -> Generator[None, None, None]:
+        sequence = self._arrival.slot.sequence
+        if not sequence.tokens:
+            # Its last block came before anybody knew that it was the last.
+            self._terms.dock.codec.complete(sequence, self._arrival.tokens)
+        yield from self._arrival.finish()
+        self._done = True
 
     async def go_on(
         self, manifest: Manifest, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
@@ -100,14 +163,12 @@ class Adopting:
 
         Raises StateInvalid when not everything came in, and what `resumed` and `EngineCore.submit` raise.
         """
-        if len(self._pieces) != len(manifest.pieces):
-            raise StateInvalid(f"{len(manifest.pieces) - len(self._pieces)} pieces of the state did not come in.")
+        await self._require_all(manifest)
 
         def work(cache: PrefixCache) -> Generator[None, None, Generation]:
             generation = resumed(manifest, self._core.loaded, compiler, mailbox, deadline_at)
             self._arrival.slot.sequence.origin = generation.origin
-            yield from self._arrival.finish()
-            self._done = True
+            yield from self._finish()
             return generation
 
         generation: Generation = await self._terms.dock.perform(work)
@@ -115,15 +176,45 @@ class Adopting:
         return generation
 
 
-async def adopting(terms: SharingTerms, core: EngineCore, slot_id: int, expected_tokens: int) -> Adopting:
-    """Takes and empties the slot for a state of about so many tokens. Raises as `arrive`."""
+async def adopting(
+    terms: SharingTerms,
+    core: EngineCore,
+    slot_id: int,
+    expected_tokens: int,
+    *,
+    origin: Origin = NOBODY,
+    marks: Sequence[PrefixMark] = (),
+) -> Adopting:
+    """Takes and empties the slot for a state of about so many tokens, `origin`'s. What another sequence of the same tenant holds
+    of its beginning by `marks` is there already. Raises as `arrive`."""
 
     def work(cache: PrefixCache) -> Generator[None, None, Arrival]:
-        arrival = yield from arrive(cache, slot_id, [0] * expected_tokens, erase_existing=True)
-        arrival.tokens = []
+        arrival = yield from arrive(cache, slot_id, [0] * expected_tokens, erase_existing=True, origin=origin)
+        arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks)
         return arrival
 
     def give_back(arrival: Arrival) -> Callable[[PrefixCache], Generator[None, None, Any]]:
         return lambda cache: arrival.abort(terms.dock.codec)
 
     return Adopting(core, terms, await terms.dock.take(work, give_back))
+
+
+def _lent(
+    cache: PrefixCache, codec: StateCodec, arrival: Arrival, origin: Origin, marks: Sequence[PrefixMark]
+) -> list[int]:
+    """The tokens whose rows the slot holds now because another of the tenant's sequences does."""
+    if not marks or not cache.can_share:
+        return []
+    slot, best, source = arrival.slot, 0, None
+    for holder in cache.lenders:
+        sequence = holder.sequence
+        if sequence is slot.sequence or sequence.origin.tenant != origin.tenant or sequence.spans:
+            continue
+        length = longest_marked(sequence.tokens, marks)
+        if length > best:
+            best, source = length, sequence
+    if source is None:
+        return []
+    codec.lend(source, slot.sequence, best)
+    slot.awaited_cells -= best
+    return source.tokens[:best]

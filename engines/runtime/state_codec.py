@@ -18,7 +18,7 @@ from engines.runtime.cells import Sequence
 from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_draft import DraftCodec, probed_drafts
-from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout
+from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout, Tokens
 
 log = logging.getLogger("hydra.engine.state")
 
@@ -59,19 +59,29 @@ class StateCodec:
         written = self.take_block(sequence, start, end, buffer)
         return self.finished_block(buffer[:written], start, sequence.tokens[start:end])
 
-    def take_block(self, sequence: Sequence, start: int, end: int, buffer: Bytes) -> int:
-        """`export_block` without its checks: the bytes that llama.cpp wrote, for `finished_block`."""
+    @property
+    def queues(self) -> bool:
+        """Whether blocks may be `queued`: their bytes are copied, from where they lie, while the next one is prepared, and are
+        there after the next call of this codec, or `settle`."""
+        return self._llama.queues_states
+
+    def settle(self) -> None:
+        """Waits for what is queued."""
+        self._llama.synchronize()
+
+    def take_block(self, sequence: Sequence, start: int, end: int, buffer: Bytes, *, queued: bool = False) -> int:
+        """`export_block` without its checks: the bytes that llama.cpp writes, for `finished_block` (once they are there)."""
         scratch = self._scratch.index
         try:
             self._llama.share_range(sequence.index, scratch, start, end)
             if self.layout.recurrent:
                 # Sharing took the recurrent state along; an empty sequence's takes its place.
                 self._llama.share_range(self._empty.index, scratch, 0, 0)
-            return self._llama.export_into(scratch, buffer, partial=False)
+            return self._llama.export_into(scratch, buffer, partial=False, queued=queued)
         finally:
             self._llama.clear(scratch)
 
-    def finished_block(self, taken: Bytes, start: int, tokens: list[int]) -> Bytes:
+    def finished_block(self, taken: Bytes, start: int, tokens: Tokens) -> Bytes:
         """What was taken of a range of `tokens`, checked. On any thread."""
         count = len(tokens)
         if taken.nbytes < self.layout.block_bytes(count):
@@ -100,7 +110,16 @@ class StateCodec:
 
     # --- in -------------------------------------------------------------------------------------
 
-    def import_block(self, sequence: Sequence, start: int, tokens: list[int], block: Bytes) -> None:
+    def lend(self, source: Sequence, sequence: Sequence, count: int) -> None:
+        """Begins an import into an empty sequence with the attention rows of the first `count` tokens of `source`, which costs
+        nothing; where a window forgets cells that cannot be done."""
+        self._llama.share_range(source.index, sequence.index, 0, count)
+        if self.layout.recurrent:
+            # Sharing took the recurrent state along, which is of another place; an empty sequence's takes its place.
+            self._llama.share_range(self._empty.index, sequence.index, 0, 0)
+        sequence.receive_shared(source, count)
+
+    def import_block(self, sequence: Sequence, start: int, tokens: Tokens, block: Bytes) -> None:
         """Appends a block to a sequence that holds the `start` positions before it, and whose tokens are not told yet.
 
         Raises StateInvalid, StateIncompatible or NoCellsFree; after the first of them that llama.cpp itself causes the
@@ -109,14 +128,14 @@ class StateCodec:
         self.layout.check_block(block, start, tokens)
         self.enter_block(sequence, start, len(tokens), block)
 
-    def enter_block(self, sequence: Sequence, start: int, count: int, block: Bytes) -> None:
-        """`import_block` for a block that passed `layout.check_block` and has not changed since."""
+    def enter_block(self, sequence: Sequence, start: int, count: int, block: Bytes, *, queued: bool = False) -> None:
+        """`import_block` for a block that passed `layout.check_block` and has not changed since, nor does until it is there."""
         if len(sequence.cells) != start:
             raise StateError(f"A block of position {start} cannot follow {len(sequence.cells)} positions.")
         if not self._cache.make_room(count):
             raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {count} are needed.")
         scratch = self._scratch.index
-        if not self._llama.import_from(scratch, block, partial=False):
+        if not self._llama.import_from(scratch, block, partial=False, queued=queued):
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused a block of the state.")
         self._llama.share_range(scratch, sequence.index, start, start + count)

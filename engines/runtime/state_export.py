@@ -13,7 +13,7 @@ from types import TracebackType
 
 from engines.errors import EngineError
 from engines.runtime.arena import Arena, Buffer
-from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, Lane, to_its_end
+from engines.runtime.state_dock import Dock, Lane, to_its_end
 from engines.runtime.state_draft import DraftCodec, DraftLook
 from engines.runtime.state_forms import DIGEST_BYTES, Proof, digest_of, stream_head
 from engines.runtime.state_layout import Bytes, StateLayout
@@ -155,9 +155,12 @@ class ExportedState:
             self._under_way.popleft()
             yield ExportedPiece(piece, buffer, data, proof)
 
+    def left(self, sent_bytes: int) -> None:
+        """All that was wanted of `pieces` has gone, as its metrics tell then."""
+        self._sent_bytes, self.total_bytes = sent_bytes, sent_bytes
+
     def _has_room(self, piece: StatePiece) -> bool:
-        under_way = sum(other.size_bytes for other, _, _ in self._under_way)
-        return len(self._under_way) < LEAST_PIECES or under_way + piece.size_bytes <= WINDOW_BYTES
+        return self._dock.has_room((other.size_bytes for other, _, _ in self._under_way), piece.size_bytes)
 
     async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> bool:
         """False when there is no buffer for it. Waits for one only where none is held, or transfers could wait in a ring."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass
 from types import TracebackType
 
 from engines.errors import EngineStopping, SlotBusy, StateError, StateHasImages
+from engines.runtime.arena import Buffer
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.prefix import PrefixCache
@@ -29,6 +32,31 @@ from engines.runtime.state_transfer import Departure, slot_look
 log = logging.getLogger("hydra.engine.state")
 
 STOP_LIMIT_S = 10.0
+# Pieces behind the stop that leave the context while one before them is sent.
+REST_AHEAD = 3
+
+
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """A piece on its way out of the context."""
+
+    piece: StatePiece
+    buffer: Buffer
+    future: asyncio.Future[tuple[Bytes, bytes]]
+
+    async def done(self) -> ExportedPiece:
+        try:
+            data, proof = await to_its_end(self.future)
+        except BaseException:
+            self.buffer.free()
+            raise
+        return ExportedPiece(self.piece, self.buffer, data, proof)
+
+    async def dropped(self) -> None:
+        await asyncio.wait((self.future,))
+        if not self.future.cancelled():
+            self.future.exception()  # looked at: nobody wants the piece any more
+        self.buffer.free()
 
 
 class Leaving:
@@ -64,8 +92,18 @@ class Leaving:
 
         return int(await self._terms.dock.perform(look))
 
+    async def is_under_way(self) -> bool:
+        """Whether it runs, waits or has its prompt brought in; False once it has ended."""
+
+        def look(cache: PrefixCache) -> Generator[None, None, bool]:
+            yield from ()
+            return self._slot(cache) is not None or self._core.stands_in_line(self._generation)
+
+        return bool(await self._terms.dock.perform(look))
+
     async def finished_blocks(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
-        """The blocks that are full by now and have not left yet; the caller must free their buffers."""
+        """The blocks that are full by now and have not left yet, also while the prompt is computed; the caller must free their
+        buffers."""
         layout, count = self._terms.layout, self._terms.block_tokens
         lane = self._terms.dock.lane()
         while await self.unsent_tokens() >= count:
@@ -74,19 +112,19 @@ class Leaving:
             self.sent_tokens = end
 
     async def _exported(self, lane: Lane, piece: StatePiece, prove: Proof) -> ExportedPiece:
-        codec, arena = self._terms.dock.codec, self._terms.dock.arena
-        buffer = await arena.take(codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes)
-        try:
-            data, proof = await to_its_end(
-                lane.submit(
-                    lambda cache: self._take(cache, codec, piece, buffer.data),
-                    then=lambda taken: self._finished(codec, piece, prove, taken),
-                )
-            )
-        except BaseException:
-            buffer.free()
-            raise
-        return ExportedPiece(piece, buffer, data, proof)
+        coming = self._begun(lane, piece, prove, await self._terms.dock.arena.take(self._room_of(piece)))
+        return await coming.done()
+
+    def _room_of(self, piece: StatePiece) -> int:
+        return self._terms.dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
+
+    def _begun(self, lane: Lane, piece: StatePiece, prove: Proof, buffer: Buffer) -> _Coming:
+        codec = self._terms.dock.codec
+        future = lane.submit(
+            lambda cache: self._take(cache, codec, piece, buffer.data),
+            then=lambda taken: self._finished(codec, piece, prove, taken),
+        )
+        return _Coming(piece, buffer, future)
 
     def _take(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
         if self._departure is not None:
@@ -139,14 +177,31 @@ class Leaving:
             generation.tokens[-1], captured(generation),
         )  # fmt: skip
 
+    @property
+    def unsent_pieces(self) -> list[StatePiece]:
+        """Those of the stop's manifest that did not leave before it."""
+        pieces = self._manifest.pieces if self._manifest else ()
+        return [piece for piece in pieces if piece.kind != "block" or piece.start >= self.sent_tokens]
+
     async def rest(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
-        """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers."""
+        """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers. One more is
+        on its way out where there is room for it."""
         if self._manifest is None:
             raise StateError("The generation has not been stopped.")
-        lane = self._terms.dock.lane()
-        for piece in self._manifest.pieces:
-            if piece.kind != "block" or piece.start >= self.sent_tokens:
-                yield await self._exported(lane, piece, prove)
+        lane, arena = self._terms.dock.lane(), self._terms.dock.arena
+        left, coming = deque(self.unsent_pieces), deque[_Coming]()
+        try:
+            while left or coming:
+                while left and len(coming) < REST_AHEAD:
+                    room = self._room_of(left[0])
+                    buffer = arena.take_now(room) if coming else await arena.take(room)
+                    if buffer is None:
+                        break
+                    coming.append(self._begun(lane, left.popleft(), prove, buffer))
+                yield await coming.popleft().done()
+        finally:
+            for one in coming:
+                await one.dropped()
 
     # --- one of two ends --------------------------------------------------------------------------
 

@@ -20,6 +20,10 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, generation: Generation) -> bool:
+        with self.changed:
+            return generation in self._waiting
+
     def prompt_tokens(self, most: int) -> list[int]:
         """Of those who wait, at most so many, in no order."""
         with self.changed:

@@ -122,7 +122,7 @@ def test_timeouts_are_those_of_the_code() -> None:
         (["StateMetaAnswer"], "**STATE_META", "**STATE_GET"),
         (["StatePutAnswer"], "**STATE_PUT", "## Handoffs"),
         (["HandoffBody", "HandoffAnswer"], "**HANDOFF", "**ADOPT (0x35)"),
-        (["AdoptBody", "AdoptAnswer"], "**ADOPT (0x35)", "**ADOPT_BLOCK"),
+        (["AdoptBody", "AdoptAnswer", "ShelfOffer", "PrefixMark"], "**ADOPT (0x35)", "**ADOPT_BLOCK"),
         (["BlockHead"], "**ADOPT_BLOCK", "**ADOPT_REST"),
         (["AskBody", "AdoptedAnswer"], "**ADOPT_ASK", "A target that hears"),
         (["InfoAnswer"], "**INFO", "**CONFIGURE"),

@@ -82,12 +82,12 @@ def headers(session: str, request_id: str, **more: str) -> dict[str, str]:
     return {**who, **more}
 
 
-async def asked_to_move(session: str, source: EngineProcess, target: EngineProcess, fence: int) -> HandoffAnswer:
-    port = target.config.rpc_port
+async def asked_to_move(
+    session: str, source: EngineProcess, target: EngineProcess, fence: int, request_id: str = ""
+) -> HandoffAnswer:
+    port, name = target.config.rpc_port, name_of(session, fence)
     async with HandoffClient("127.0.0.1", source.config.rpc_port, secret=SECRET) as client:
-        return await client.handoff(
-            HandoffBody(name_of(session, fence), fence, session, "127.0.0.1", port, SECRET, deadline_s=30.0)
-        )
+        return await client.handoff(HandoffBody(name, fence, session, "127.0.0.1", port, SECRET, 30.0, request_id))
 
 
 def name_of(session: str, fence: int) -> str:
@@ -229,6 +229,87 @@ async def test_a_conversation_that_moves_between_all_turns_answers_the_same(
         messages.append({"role": "assistant", "content": text})
         moved = await asked_to_move(session, here, there, turn + 1)
         assert (moved.kind, moved.tokens >= before) == ("idle", True)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["llama", "qwen35", "qwen35moe"])
+async def test_a_conversation_that_moves_inside_and_between_all_turns_answers_the_same(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
+) -> None:
+    """Each turn is streamed and moves while it is, free, in a form and as a call in turn; then it moves as an idle one."""
+    here, there = pair(architecture)
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 500, "maxLength": 520}},
+              "required": ["a"], "additionalProperties": False}  # fmt: skip
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+    tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
+    call = {"tools": [tool], "tool_choice": "required"}
+    messages: list[dict[str, str]] = []
+    computed = 0
+    for turn, fields in enumerate(({}, form, {}, form, call)):
+        messages.append({"role": "user", "content": f"Turn {turn}: go on with the river and its stones. " * 4})
+        is_free = not fields
+        request = body(messages=messages, count=500 if is_free else 900, ignore_eos=is_free, **fields)
+        moving = Follower(web, session, request, f"t{turn}")
+        reading = asyncio.ensure_future(moving.read(here, {2 * turn + 1: there}))
+        live = await asked_to_move(session, here, there, 2 * turn + 1, f"t{turn}")
+        await reading
+        alone = await stayed(web, here, {**request, "cache_prompt": False})
+        assert (_said(moving), moving.finish_reasons) == (_said(alone), alone.finish_reasons)
+        assert (live.kind, len(moving.moves)) == ("live", 1)
+        # Tools stand at a prompt's beginning, so that nothing of the earlier turns fits.
+        assert fields is call or moving.usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * computed
+        computed = moving.usage["prompt_tokens"]
+        messages.append({"role": "assistant", "content": moving.text})
+        await asyncio.to_thread(there.wait_idle)
+        assert (await asked_to_move(session, there, here, 2 * turn + 2)).kind == "idle"
+
+
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35moe", marks=pytest.mark.soak)])
+async def test_a_named_request_leaves_while_its_prompt_is_computed(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
+) -> None:
+    home, away = pair(architecture)
+    request = body("Stones lie in the river, and nobody counts them all. " * 60, count=1500)
+    # Asked before the request is there, and while an older turn of the session lies idle.
+    moving = Follower(web, session, request, "p1")
+    asking = asyncio.ensure_future(asked_to_move(session, home, away, 1, "p1"))
+    await asyncio.sleep(0.05)
+    await moving.read(home, {1: away})
+    moved = await asking
+    alone = await stayed(web, home, {**request, "cache_prompt": False})
+    assert (moving.text, moving.finish_reasons) == (alone.text, alone.finish_reasons)
+    assert (moved.kind, moved.request_id, moved.way) == ("live", "p1", "shelf")
+    # It stopped soon behind the first token.
+    assert moved.tokens - moving.usage["prompt_tokens"] < 750
+    with pytest.raises(RpcRefused) as refused:
+        await asked_to_move(session, home, away, 2, "never came")
+    assert refused.value.peer_code == "session_not_held"
+
+
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35moe", marks=pytest.mark.soak)])
+async def test_what_the_target_holds_of_another_conversation_is_not_sent(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
+) -> None:
+    home, away = pair(architecture)
+    system = {"role": "system", "content": "You tell of rivers. " * 60}
+    questions = [[system, {"role": "user", "content": f"Number {number}: go on."}] for number in range(2)]
+    for engine, messages, who in ((home, questions[0], session), (away, questions[1], f"{session}2")):
+        request = body(messages=messages, count=8, stream=False)
+        async with web.post(engine.base_url + PATH, json=request, headers=headers(who, "q")) as response:
+            assert response.status == 200, await response.text()
+    moved = await asked_to_move(session, home, away, 1)
+    assert moved.kind == "idle"
+    assert moved.skipped_bytes > 0.5 * moved.sent_bytes
+    # What was not sent, the pieces that were, and nothing else make up the state.
+    assert moved.skipped_bytes + moved.sent_bytes == moved.total_bytes
+    talk = [*questions[0], {"role": "assistant", "content": "Well."}, {"role": "user", "content": "And then?"}]
+    request = body(messages=talk, count=40, stream=False)
+    async with web.post(away.base_url + PATH, json=request, headers=headers(session, "q2")) as response:
+        answer = await response.json()
+    async with web.post(home.base_url + PATH, json={**request, "cache_prompt": False}) as response:
+        alone = await response.json()
+    assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 async def test_constrained_answers_and_calls_move_whole(

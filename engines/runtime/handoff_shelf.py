@@ -1,0 +1,151 @@
+"""Memory of one host through which pieces pass between two of its engines: the source's arena, mapped by the target.
+
+A name comes over the wire, never a path: the target opens it below the one folder that arenas lie in, without following links,
+and maps it only when file, owner and size are the announced ones and the nonce stands where it was said to. That proves that
+both see the same memory; on another host, or as another user, the offer is declined and bytes travel instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import secrets
+import stat
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engines.errors import StateInvalid
+from engines.runtime.arena import FOLDER, PREFIX, Arena, Buffer, Pin, pin
+from engines.runtime.state_layout import Bytes
+from engines.wire_handoff import ShelfOffer
+
+log = logging.getLogger("hydra.engine.handoff")
+
+NONCE_BYTES = 32
+MOST_SHELVES = 8
+MAX_SHELF_BYTES = 1 << 40
+_NAME = re.compile(re.escape(PREFIX) + r"[0-9]{1,10}-[0-9a-f]{8}")
+
+
+class Offering:
+    """The source's side, while ADOPT is answered; `offer` None where there is nothing to share."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._buffer: Buffer | None = None
+        self.offer: ShelfOffer | None = None
+        if arena.path is None:
+            return
+        self._buffer = arena.take_now(NONCE_BYTES)
+        if self._buffer is None:
+            return
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._buffer.data[:] = np.frombuffer(nonce, dtype=np.uint8)
+        found = arena.path.stat()
+        self.offer = ShelfOffer(
+            arena.path.name, arena.size_bytes, found.st_dev, found.st_ino, self._buffer.offset, nonce.hex()
+        )
+
+    def __enter__(self) -> ShelfOffer | None:
+        return self.offer
+
+    def __exit__(self, *_: object) -> None:
+        if self._buffer is not None:
+            self._buffer.free()
+
+
+@dataclass(frozen=True, eq=False)
+class Shelf:
+    """Another engine's arena as this one sees it."""
+
+    memory: Bytes
+    pinned: Pin | None
+
+    def piece(self, offset: int, size_bytes: int) -> Bytes:
+        """Raises StateInvalid for a place that is not on it."""
+        if not 0 <= offset <= offset + size_bytes <= self.memory.nbytes:
+            raise StateInvalid(f"The shelf has {self.memory.nbytes} bytes; {size_bytes} at {offset} are none of them.")
+        return self.memory[offset : offset + size_bytes]
+
+
+class Shelves:
+    """The arenas that this engine has mapped, the last used last. `take` is for a thread, one at a time."""
+
+    def __init__(self, folder: Path = FOLDER, cuda_device: int | None = None) -> None:
+        self._folder, self._cuda_device = folder, cuda_device
+        self._known: OrderedDict[tuple[str, int, int], Shelf] = OrderedDict()
+
+    def take(self, offer: ShelfOffer) -> Shelf | None:
+        """The offered memory; None where this process does not see the same, or may not."""
+        try:
+            shelf = self._taken(offer)
+        except OSError as error:
+            log.debug("the offered shelf is not here: %s", error)
+            return None
+        if shelf is None or not _shows(shelf, offer):
+            log.warning("an offered shelf is not what it was said to be; the state comes as bytes")
+            return None
+        return shelf
+
+    def _taken(self, offer: ShelfOffer) -> Shelf | None:
+        if not _NAME.fullmatch(offer.name) or not 0 < offer.size_bytes <= MAX_SHELF_BYTES:
+            return None
+        key = (offer.name, offer.device, offer.inode)
+        fd = os.open(self._folder / offer.name, self._flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not _is_offered(os.fstat(fd), offer):
+                return None
+            if key not in self._known:
+                self._forget_gone()
+                self._known[key] = self._mapped(fd, offer.size_bytes)
+        finally:
+            os.close(fd)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    @property
+    def _flags(self) -> int:
+        # CUDA page-locks what may be written only; nothing here writes.
+        return os.O_RDONLY if self._cuda_device is None else os.O_RDWR
+
+    def _mapped(self, fd: int, size_bytes: int) -> Shelf:
+        protection = mmap.PROT_READ if self._cuda_device is None else mmap.PROT_READ | mmap.PROT_WRITE
+        # Page tables are made now, without the interpreter's lock, or each piece's first reader would make them.
+        whole = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
+        memory: Bytes = np.frombuffer(whole, dtype=np.uint8)
+        if self._cuda_device is None:
+            return Shelf(memory, None)
+        return Shelf(memory, pin(memory.ctypes.data, size_bytes, self._cuda_device))
+
+    def _forget_gone(self) -> None:
+        """What is mapped of engines that have ended would keep their memory."""
+        gone = [key for key in self._known if not (self._folder / key[0]).exists()]
+        oldest = list(self._known)[: max(0, len(self._known) - MOST_SHELVES + 1)]
+        for key in {*gone, *oldest}:
+            _let_go(self._known.pop(key))
+
+
+def _is_offered(found: os.stat_result, offer: ShelfOffer) -> bool:
+    """Only our own user's file, which nobody else may write, of just the announced size."""
+    return (
+        stat.S_ISREG(found.st_mode)
+        and found.st_uid == os.geteuid()
+        and not found.st_mode & 0o077
+        and (found.st_dev, found.st_ino, found.st_size) == (offer.device, offer.inode, offer.size_bytes)
+    )
+
+
+def _shows(shelf: Shelf, offer: ShelfOffer) -> bool:
+    if not 0 <= offer.nonce_at <= shelf.memory.nbytes - NONCE_BYTES:
+        return False
+    there = shelf.memory[offer.nonce_at : offer.nonce_at + NONCE_BYTES].tobytes()
+    return secrets.compare_digest(there.hex().encode(), offer.nonce.encode())
+
+
+def _let_go(shelf: Shelf) -> None:
+    if shelf.pinned is not None:
+        shelf.pinned.release()
