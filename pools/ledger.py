@@ -84,7 +84,8 @@ class Form:
     """How a model is to be loaded, in the words of EngineConfig, as far as memory depends on it.
 
     `draft_tokens` 0: nobody drafts; `uses_draft_head`: the drafts come from the model's own head, if it has one.
-    `copies_weights`: the card computes large batches of layers left to the host, as CUDA does, and needs room for their weights.
+    `copies_weights`: the card works as CUDA does: it computes large batches of layers left to the host, and needs room for their
+    weights; and it unpacks keys and values that are kept in less than 16 bits.
     """
 
     gpu_layers: int = ALL_LAYERS

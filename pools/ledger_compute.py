@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pools.ledger import Form, ModelFacts
 
-FLOAT_BYTES, MASK_BYTES = 4, 2
+FLOAT_BYTES, HALF_BYTES, MASK_BYTES = 4, 2, 2
 CELL_INDEX_BYTES = 20  # where each cell's row goes, and who sees it
 # llama.cpp hands a large batch's host weights to the card one layer at a time, two layers' worth under way.
 _OFFLOAD_LAYERS = 2
@@ -23,7 +23,8 @@ def compute_bytes(facts: ModelFacts, form: Form, *, inputs_only: bool = False) -
 
 def device_compute_bytes(facts: ModelFacts, form: Form, host_expert_bytes: int) -> int:
     """The card's buffer: the graph, the sampler's ranking, and copies of the experts that stay with the host."""
-    graph = _graph_bytes(facts, form, _logits_bytes(facts, form) + _ranking_bytes(facts, form))
+    logits = _logits_bytes(facts, form) + _ranking_bytes(facts, form)
+    graph = _graph_bytes(facts, form, logits, _unpacked_bytes(facts, form))
     largest = max(facts.weights.expert_bytes, default=0)
     return graph + (_OFFLOAD_LAYERS * largest // 3 if host_expert_bytes and form.copies_weights else 0)
 
@@ -41,16 +42,23 @@ def draft_inputs_bytes(facts: ModelFacts, form: Form) -> int:
     return _mask_bytes(form, form.draft_cells) + 2 * form.micro_batch * facts.embedding_length * FLOAT_BYTES
 
 
-def _graph_bytes(facts: ModelFacts, form: Form, logits_bytes: int) -> int:
+def _graph_bytes(facts: ModelFacts, form: Form, logits_bytes: int, unpacked_bytes: int = 0) -> int:
     """Logits come last and take what layers left, if that is one piece large enough; else they lie behind the mask."""
-    layers = _layer_bytes(facts, form)
+    layers = _layer_bytes(facts, form, unpacked_bytes)
     return layers if logits_bytes <= layers else logits_bytes + _mask_bytes(form)
 
 
-def _layer_bytes(facts: ModelFacts, form: Form) -> int:
+def _layer_bytes(facts: ModelFacts, form: Form, unpacked_bytes: int) -> int:
     """The widest layer, beside the mask that all of them read."""
-    kinds = _feed_forward_bytes, _attention_bytes, _recurrence_bytes
-    return _mask_bytes(form) + max(kind(facts, form) for kind in kinds)
+    attention = _attention_bytes(facts, form) + unpacked_bytes
+    return _mask_bytes(form) + max(attention, _feed_forward_bytes(facts, form), _recurrence_bytes(facts, form))
+
+
+def _unpacked_bytes(facts: ModelFacts, form: Form) -> int:
+    """Of a card that computes as CUDA does: one layer's keys and values in f16, where the cache keeps them smaller."""
+    lengths = ((facts.key_length, form.kv_type_k), (facts.value_length, form.kv_type_v))
+    length = sum(length for length, kind in lengths if kind not in ("f16", "bf16", "f32"))
+    return form.cells * max(facts.kv_heads, default=0) * length * HALF_BYTES if form.copies_weights else 0
 
 
 def _mask_bytes(form: Form, cells: int | None = None) -> int:
