@@ -157,6 +157,7 @@ async def _measure_pair(
                             case = Case(model, kv_type, tokens, block_tokens)
                             found.append(await _measure(case, options.rounds, pair, other))
         finally:
+            pair.plain.close()
             shelf.close()
     return found
 
@@ -171,7 +172,8 @@ async def _measure(case: Case, count: int, pair: Pair, other: OtherProcess) -> d
     async with await pair.desk.export(0, block_tokens=case.block_tokens) as state:
         manifest = state.manifest
     size = manifest.total_bytes
-    rounds = [await _round(case, pair, other) for _ in range(count + 1)][1:]
+    await _round(case, pair, other, look=True)
+    rounds = [await _round(case, pair, other) for _ in range(count)]
     best = {name: min(getattr(one, name) for one in rounds) for name in Round.__dataclass_fields__}
     return {
         "model": case.model.removeprefix("synthetic:"),
@@ -223,12 +225,14 @@ def _token_bytes(core: EngineCore) -> int:
 # --- the measurements ----------------------------------------------------------------------------
 
 
-async def _round(case: Case, pair: Pair, other: OtherProcess) -> Round:
+async def _round(case: Case, pair: Pair, other: OtherProcess, *, look: bool = False) -> Round:
+    """`look`: what the other engine took in must be what left this one. Raises BenchError."""
     async with await pair.desk.export(0, block_tokens=case.block_tokens) as state:
         copy_s = pair.plain.out_s(state.manifest.total_bytes)
         export_s = await _exported(state, other, pair.prove, reread=False)
         reread_s = await _exported(state, other, pair.prove, reread=True)
-        import_s, import_copy_s = await _imported(state.manifest, state.pieces(pair.prove), pair.shelf, other)
+        pieces = state.pieces(pair.prove)
+        import_s, import_copy_s = await _imported(state.manifest, pieces, pair.shelf, other, look=look)
     return Round(export_s, reread_s, import_s, copy_s, import_copy_s)
 
 
@@ -251,7 +255,7 @@ async def _exported(state: ExportedState, other: OtherProcess, prove: Proof, *, 
 
 
 async def _imported(
-    manifest: Manifest, pieces: AsyncIterator[ExportedPiece], shelf: Arena, other: OtherProcess
+    manifest: Manifest, pieces: AsyncIterator[ExportedPiece], shelf: Arena, other: OtherProcess, *, look: bool
 ) -> tuple[float, float]:
     """Lays all pieces into tmpfs, as a store would hold them, and has the other process take them in."""
     places: list[Buffer] = []
@@ -264,12 +268,15 @@ async def _imported(
             proofs.append(exported.proof.hex())
     order = {
         "path": str(shelf.path),
+        "look": look,
         "manifest": manifest.to_json().decode(),
         "places": [(place.offset, place.data.nbytes, proof) for place, proof in zip(places, proofs, strict=True)],
     }
     answer = await asyncio.to_thread(other.ask, b"I", order)
     for place in places:
         place.free()
+    if not answer["same"]:
+        raise BenchError("the other engine holds other bytes than it was given")
     return float(answer["import_s"]), float(answer["copy_s"])
 
 

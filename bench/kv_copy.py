@@ -24,6 +24,9 @@ class Copies(Protocol):
     def in_s(self, size_bytes: int, source: Bytes) -> float:
         """Seconds for a copy in the direction of an import; on a CPU of what lies in `source`."""
 
+    def close(self) -> None:
+        """Nothing is copied any more."""
+
 
 class HostCopies:
     """Between memory that was touched before."""
@@ -40,6 +43,9 @@ class HostCopies:
         np.copyto(self._target[:size_bytes], source[:size_bytes])
         return time.perf_counter() - began
 
+    def close(self) -> None:
+        """Its memory goes with it."""
+
 
 class CardCopies:
     """Between a GPU and page-locked memory, by CUDA's driver. Raises BenchError where that cannot be had."""
@@ -48,8 +54,8 @@ class CardCopies:
         self._size_bytes = min(most_bytes, CARD_BUFFER_BYTES)
         self._memory = np.frombuffer(mmap.mmap(-1, self._size_bytes), dtype=np.uint8)
         self._memory[::4096] = 0
-        pinned = pin(self._memory.ctypes.data, self._size_bytes, device)
-        if pinned is None:
+        self._pin = pin(self._memory.ctypes.data, self._size_bytes, device)
+        if self._pin is None:
             raise BenchError("CUDA does not page-lock memory here; nothing to compare with")
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._card, context, handle = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_int()
@@ -68,6 +74,12 @@ class CardCopies:
 
     def in_s(self, size_bytes: int, source: Bytes) -> float:
         return self._copy_s("cuMemcpyHtoD_v2", self._card, ctypes.c_void_p(self._memory.ctypes.data), size_bytes)
+
+    def close(self) -> None:
+        """Memory that is unmapped while it is page-locked leaves its addresses unfit for whoever gets them next."""
+        self._call("cuMemFree_v2", self._card)
+        assert self._pin is not None
+        self._pin.release()
 
     def _copy_s(self, name: str, target: object, source: object, size_bytes: int) -> float:
         began = time.perf_counter()

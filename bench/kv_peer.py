@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from bench.kv_copy import copies
 from engines.config import EngineConfig
 from engines.runtime.__main__ import SWITCH_INTERVAL_S
 from engines.runtime.arena import pin
+from engines.runtime.core import EngineCore
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_forms import Proof
 from engines.runtime.state_layout import MAGIC, Bytes
@@ -73,19 +76,41 @@ class Shelf:
             pin(self.memory.ctypes.data, self.memory.nbytes, max(config.main_gpu, 0))
 
 
-async def take_in(desk: StateDesk, order: dict[str, Any], shelf: Shelf, prove: Proof) -> dict[str, float]:
+async def take_in(
+    core: EngineCore, desk: StateDesk, order: dict[str, Any], shelf: Shelf, prove: Proof
+) -> dict[str, float]:
+    """Into an empty slot: what an earlier round left there is dropped before the clock starts."""
     manifest = Manifest.from_json(order["manifest"].encode())
+    await core.perform(_empty_first_slot)
     copy_s = shelf.plain.in_s(manifest.total_bytes, shelf.memory)
     began = time.perf_counter()
     await desk.enter(0, manifest, SharedPieces(shelf.memory, order["places"], prove))
-    return {"import_s": time.perf_counter() - began, "copy_s": copy_s}
+    import_s = time.perf_counter() - began
+    same = not order["look"] or await _is_there(desk, manifest, [proof for _, _, proof in order["places"]], prove)
+    return {"import_s": import_s, "copy_s": copy_s, "same": same}
+
+
+async def _is_there(desk: StateDesk, manifest: Manifest, proofs: list[str], prove: Proof) -> bool:
+    """Whether every block that came in goes out again as the same bytes."""
+    blocks = [piece for piece in manifest.pieces if piece.kind == "block"]
+    async with await desk.export(0, block_tokens=blocks[0].tokens) as state:
+        found = []
+        async for exported in state.pieces(prove):
+            exported.buffer.free()
+            found.append((exported.piece, exported.proof.hex()))
+    return found[: len(blocks)] == list(zip(blocks, proofs[: len(blocks)], strict=True))
+
+
+def _empty_first_slot(cache: PrefixCache) -> Generator[None, None, None]:
+    yield from ()
+    cache.slots[0].sequence.clear()
 
 
 async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None:
     prove = PROOFS[proof]
     seen: dict[str, Bytes] = {}
     shelves: dict[str, Shelf] = {}
-    async with engine(config) as (_, desk):
+    async with engine(config) as (core, desk):
         await desk.meta(0)
         channel.sendall(b"R")
         while command := await asyncio.to_thread(channel.recv, 1):
@@ -99,7 +124,7 @@ async def main(channel: socket.socket, proof: str, config: EngineConfig) -> None
             else:
                 if path not in shelves:
                     shelves = {path: Shelf(path, config)}
-                answer = json.dumps(await take_in(desk, order, shelves[path], prove)).encode()
+                answer = json.dumps(await take_in(core, desk, order, shelves[path], prove)).encode()
                 channel.sendall(len(answer).to_bytes(8, "little") + answer)
 
 

@@ -180,7 +180,7 @@ class LeaseBody:
 
 @dataclass(frozen=True)
 class Place:
-    """`size` bytes at `offset` of the file `path`. `checksum` is their XXH3 of 128 bits in hexadecimal."""
+    """`size` bytes at `offset` of the file `path`. `checksum` is that of engines/store/checksums.py in hexadecimal."""
 
     hash: str
     kind: str

@@ -27,10 +27,16 @@ FOLDER = Path("/dev/shm")
 PREFIX = "hydra-arena-"
 ALIGNMENT_BYTES = 4096
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every CUDA context of the process
+_ALREADY_REGISTERED = 712  # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+PIN_TRIES = 4
 
 
 class ArenaFull(Exception):
     """A buffer larger than the whole arena was asked for, or tmpfs has no room for the arena itself."""
+
+
+class PartlyPinned(Exception):
+    """Some of the range is pinned already, by whom nobody knows."""
 
 
 class Buffer:
@@ -66,15 +72,31 @@ class Arena:
         self.size_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.path: Path | None = None
         self._fd = -1
+        self._pin: Pin | None = None
         if folder is not None:
             remove_abandoned(folder)
             self._create(folder)
-        self._map = mmap.mmap(self._fd, self.size_bytes)
-        self.memory: NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self.memory[::ALIGNMENT_BYTES] = 0
-        self._pin = pin(self.memory.ctypes.data, self.size_bytes, cuda_device) if cuda_device is not None else None
+        self.memory, self._pin = self._mapped(cuda_device)
         self._free: list[tuple[int, int]] = [(0, self.size_bytes)]
         self._waiting: deque[tuple[int, asyncio.Future[Buffer]]] = deque()
+
+    def _mapped(self, cuda_device: int | None) -> tuple[NDArray[np.uint8], Pin | None]:
+        """The memory, touched, and pinned where it can be. Raises ArenaFull where CUDA would refuse every copy to or from it."""
+        passed_by = []
+        for _ in range(PIN_TRIES):
+            memory = np.frombuffer(mmap.mmap(self._fd, self.size_bytes), dtype=np.uint8)
+            memory[::ALIGNMENT_BYTES] = 0
+            if cuda_device is None:
+                return memory, None
+            try:
+                return memory, pin(memory.ctypes.data, self.size_bytes, cuda_device)
+            except PartlyPinned:
+                # Memory that was pinned by somebody and unmapped stood here. A copy that begins inside it and ends outside is an
+                # error that ends the process; so this place is kept, unused, and the next one lies elsewhere.
+                log.warning("CUDA counts a part of the arena's addresses as pinned already: it moves elsewhere")
+                passed_by.append(memory)
+        self.close()
+        raise ArenaFull("CUDA counts every place for an arena as partly pinned")
 
     def _create(self, folder: Path) -> None:
         self.path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -205,7 +227,8 @@ class _Current:
 
 
 def pin(address: int, size_bytes: int, cuda_device: int) -> Pin | None:
-    """Page-locks the range for all of this process's CUDA contexts. None where there is no such GPU or the driver refuses.
+    """Page-locks the range for all of this process's CUDA contexts. None where there is no such GPU or the driver refuses; raises
+    PartlyPinned, since no copy may then cross the range's ends.
 
     The driver is there with every GPU and has the same name for all CUDA versions, so nothing is built or linked for it.
     """
@@ -222,7 +245,9 @@ def pin(address: int, size_bytes: int, cuda_device: int) -> Pin | None:
     with _Current(driver, context):
         status = driver.cuMemHostRegister_v2(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _PORTABLE)
     if status:
-        log.warning("CUDA did not pin the arena (error %d): transfers take longer", status)
         driver.cuDevicePrimaryCtxRelease_v2(device)
+        if status == _ALREADY_REGISTERED:
+            raise PartlyPinned
+        log.warning("CUDA did not pin the arena (error %d): transfers take longer", status)
         return None
     return Pin(driver, address, context)

@@ -31,6 +31,8 @@ _KEEPING = ctypes.PyDLL("libllama", handle=llama_cpp.llama_cpp._lib._handle)
 _seq_cp, _seq_rm = _KEEPING.llama_memory_seq_cp, _KEEPING.llama_memory_seq_rm
 _seq_cp.argtypes, _seq_cp.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 4], None
 _seq_rm.argtypes, _seq_rm.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 3], ctypes.c_bool
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+_QUEUED = 4  # a flag of states that only our builds know
 
 
 class Vocabulary:
@@ -193,6 +195,8 @@ class Llama:
             self.model
         ) or llama_cpp.llama_model_is_hybrid(self.model)
         self.forgets_window = self.window_tokens > 0 and not config.full_window
+        # Our builds copy states beside the processor's work on cells (native/changes.py); on a CPU there is nothing beside it.
+        self.queues_states = config.gpu_layers != 0 and hasattr(_KEEPING, "llama_state_seq_queues")
         self.parameter_count: int = llama_cpp.llama_model_n_params(self.model)
         self.size_bytes: int = llama_cpp.llama_model_size(self.model)
         self.embedding_length: int = llama_cpp.llama_model_n_embd(self.model)
@@ -289,22 +293,26 @@ class Llama:
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         return int(llama_cpp.llama_state_seq_get_size_ext(self.context, seq, flags))
 
-    def export_into(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool) -> int:
+    def export_into(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool, queued: bool = False) -> int:
         """Writes the state of `seq` into `buffer`, `partial`: only what cannot be cut (recurrent state, last window).
 
-        Returns the bytes written, 0 when the buffer is too small.
+        `queued`, where `queues_states`: the bytes are there after the next such call, import or `synchronize`, and the buffer
+        must stay until then. Returns the bytes written, 0 when the buffer is too small.
         """
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
-        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        flags |= _QUEUED if queued and self.queues_states else 0
+        pointer = ctypes.cast(buffer.ctypes.data, _BYTES)
         return int(llama_cpp.llama_state_seq_get_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
 
-    def import_from(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool) -> bool:
+    def import_from(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool, queued: bool = False) -> bool:
         """Loads what `export_into` gave, whose every field must have been checked before: llama.cpp does not.
 
-        False when it did not take all of it; parts of the old state may then survive until `clear`.
+        `queued` as there: the buffer is still being read. False when it did not take all of it; parts of the old state may then
+        survive until `clear`.
         """
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
-        pointer = buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        flags |= _QUEUED if queued and self.queues_states else 0
+        pointer = ctypes.cast(buffer.ctypes.data, _BYTES)
         read = int(llama_cpp.llama_state_seq_set_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
         return read == buffer.nbytes > 0
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
+from array import array
 from collections.abc import AsyncIterable, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.config import EngineConfig
 from engines.errors import (
@@ -34,7 +37,7 @@ from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint, fingerprint_of, model_sha256
 from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.state_codec import StateCodec
-from engines.runtime.state_dock import Dock, to_its_end
+from engines.runtime.state_dock import LEAST_QUEUED_PIECES, Dock, to_its_end
 from engines.runtime.state_export import ExportedState, StateMeta, planned, total_bytes
 from engines.runtime.state_forms import FORMS, ChunkReader, form_of, read_stream_head
 from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces, received, with_patience
@@ -53,6 +56,8 @@ __all__ = ["FORMS", "ExportedState", "RestoreTerms", "RestoredState", "StateDesk
 log = logging.getLogger("hydra.engine.state")
 
 THREADS = 2
+# Threads that prove pieces: one more than there are cores beside the core's thread would only take turns with it.
+MOST_PROVERS = 4
 ARENA_BYTES = 64 << 20
 _ZERO_DIGEST = "0" * 64
 
@@ -90,6 +95,8 @@ class StateDesk:
         self._least_arena_bytes = least_arena_bytes
         self._config: EngineConfig = core.config
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="state")
+        provers = min(MOST_PROVERS, max(1, len(os.sched_getaffinity(0)) - 1))
+        self._provers = ThreadPoolExecutor(provers, thread_name_prefix="state-proof")
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
         self._arena: Arena | None = None
         self._arena_lock = asyncio.Lock()
@@ -107,6 +114,7 @@ class StateDesk:
         """Calling it twice is harmless."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._provers.shutdown(wait=False, cancel_futures=True)
         if self._arena is not None:
             self._arena.close()
 
@@ -138,6 +146,7 @@ class StateDesk:
         )
         try:
             meta, manifest = await self._described(slot_id, departure.look, form, block_tokens)
+            await dock.in_thread(lambda: departure.ids)
         except BaseException:
             await dock.perform(lambda cache: departure.end())
             raise
@@ -215,12 +224,13 @@ class StateDesk:
         origin: Origin = NOBODY,
     ) -> str:
         """Takes the slot, takes the pieces in, and gives it back once `complete` has found nothing wrong."""
-        match = self._require_fit(manifest, dock.codec.layout, dock.arena)
+        match, ids = self._require_fit(manifest, dock.codec.layout, dock.arena)
         tokens = list(manifest.tokens)
         arrival = await dock.take(
             lambda cache: state_transfer.arrive(cache, slot_id, tokens, erase_existing=erase_existing, origin=origin),
             lambda taken: lambda cache: taken.abort(dock.codec),
         )
+        arrival.ids = ids
         try:
             await received(dock, arrival, manifest.pieces, source)
             await complete()
@@ -247,8 +257,9 @@ class StateDesk:
 
     def _describe(self, slot_id: int, look: SlotLook, form: str, block_tokens: int) -> tuple[StateMeta, Manifest]:
         layout = self._codec().layout
-        usual_tokens = kept_block_tokens if look.others_run else moved_block_tokens
-        block_tokens = block_tokens or usual_tokens(self._config, layout)
+        if not block_tokens and look.others_run:
+            block_tokens = kept_block_tokens(self._config, layout)
+        block_tokens = block_tokens or moved_block_tokens(self._config, layout, len(look.tokens))
         ours, drafts = form == "stream", self._codec().drafts if form == "stream" else None
         pieces = planned(look, layout, block_tokens, checkpoints=ours, drafts=drafts) if look.tokens else ()
         # Before the file was read a digest of the same length stands in, so that the size is right already.
@@ -312,8 +323,8 @@ class StateDesk:
 
     # --- what may enter -------------------------------------------------------------------------
 
-    def _require_fit(self, manifest: Manifest, layout: StateLayout, arena: Arena) -> str:
-        """Checks all that a manifest says. Returns how the models match; raises a StateError."""
+    def _require_fit(self, manifest: Manifest, layout: StateLayout, arena: Arena) -> tuple[str, NDArray[np.int32]]:
+        """Checks all that a manifest says. Returns how the models match, and the tokens; raises a StateError."""
         here = self._fingerprint(self._model_sha256, layout)
         here.require(Fingerprint.parse(manifest.fingerprint))
         assert self._core.llama is not None
@@ -322,14 +333,17 @@ class StateDesk:
             raise StateInvalid("The state has no tokens.")
         if len(tokens) > self._config.context_tokens:
             raise StateTooLarge(f"The state has {len(tokens)} tokens; the context holds {self._config.context_tokens}.")
-        every = manifest.all_tokens
-        if min(every) < 0 or max(every) >= self._core.llama.vocabulary.size:
+        try:
+            every = np.frombuffer(array("i", manifest.all_tokens), dtype=np.int32)
+        except OverflowError:
+            raise StateInvalid("The state has tokens beyond all vocabularies.") from None
+        if every.min() < 0 or every.max() >= self._core.llama.vocabulary.size:
             raise StateInvalid("The state has tokens beyond the vocabulary.")
         require_order(manifest.pieces, len(tokens), layout)
         largest = max(piece.size_bytes for piece in manifest.pieces)
         if largest > arena.size_bytes:
             raise StateTooLarge(f"The state has a piece of {largest} bytes; here one may have {arena.size_bytes}.")
-        return "exact" if manifest.model_sha256 == self._model_sha256 else "family"
+        return ("exact" if manifest.model_sha256 == self._model_sha256 else "family"), every[: len(tokens)]
 
     # --- means ----------------------------------------------------------------------------------
 
@@ -352,12 +366,13 @@ class StateDesk:
                 self._arena = await to_its_end(
                     asyncio.get_running_loop().run_in_executor(self._threads, self._make_arena)
                 )
-        return Dock(self._core, codec, self._arena, self._threads)
+        return Dock(self._core, codec, self._arena, self._threads, self._provers)
 
     def _make_arena(self) -> Arena:
         codec = self._codec()
         block_bytes = codec.capacity_bytes(moved_block_tokens(self._config, codec.layout))
-        size_bytes = max(self._least_arena_bytes, 4 * block_bytes) + self._largest_part_bytes(codec.layout)
+        blocks = LEAST_QUEUED_PIECES + 1 if codec.queues else 4
+        size_bytes = max(self._least_arena_bytes, blocks * block_bytes) + self._largest_part_bytes(codec.layout)
         device = max(self._config.main_gpu, 0) if self._config.gpu_layers else None
         try:
             return Arena(size_bytes, FOLDER, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,22 +21,37 @@ T = TypeVar("T")
 Work = Callable[[PrefixCache], Generator[None, None, T]]
 
 # What one transfer has under way: enough that nobody waits for anybody, little enough to stay in a processor's caches; but
-# always these many pieces, so that one is on the core's thread while others are digested, read or sent.
+# always these many pieces, so that one is on the core's thread while others are digested, read or sent. A card, which copies
+# while the core's thread is at the next piece already, has more.
 WINDOW_BYTES = 12 << 20
-LEAST_PIECES = 3
+LEAST_PIECES, LEAST_QUEUED_PIECES = 3, 6
 # While nothing decodes, a slice has as many pieces as come into this time: whoever asks for a token then waits no longer.
 IDLE_SLICE_S = 0.003
 
 
 class Dock:
-    def __init__(self, core: EngineCore, codec: StateCodec, arena: Arena, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        codec: StateCodec,
+        arena: Arena,
+        threads: ThreadPoolExecutor,
+        provers: ThreadPoolExecutor,
+    ) -> None:
         self.codec = codec
         self.arena = arena
         self._core = core
         self._threads = threads
+        self._provers = provers
 
     def lane(self) -> Lane:
-        return Lane(self._core, self._threads)
+        return Lane(self._core, self.codec, self._provers)
+
+    def has_room(self, under_way: Iterable[int], size_bytes: int) -> bool:
+        """Whether a transfer may have one more piece of `size_bytes` under way beside pieces of these sizes."""
+        sizes = list(under_way)
+        least = LEAST_QUEUED_PIECES if self.codec.queues else LEAST_PIECES
+        return len(sizes) < least or sum(sizes) + size_bytes <= WINDOW_BYTES
 
     async def perform(self, work: Work[T]) -> T:
         """Runs an errand to its end, also when the caller is cancelled meanwhile."""
@@ -61,12 +76,15 @@ class Lane:
     """One transfer's jobs for the core's thread: a slice each, in order, as one errand for as long as there are some.
 
     An errand per job would leave the core idle for the way to the event loop and back after each. What a job needs before it
-    (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along.
+    (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along. Where the codec
+    queues, a job counts as done once the next one is, or when none follows at once.
     """
 
-    def __init__(self, core: EngineCore, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, core: EngineCore, codec: StateCodec, threads: ThreadPoolExecutor) -> None:
         self._core = core
+        self._codec = codec
         self._threads = threads
+        self._queued: tuple[_Job, Any] | None = None
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
         self._runner: asyncio.Task[None] | None = None
@@ -84,7 +102,8 @@ class Lane:
         Whoever gave the job memory must wait for the future (`to_its_end`), also when cancelled.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.append(_Job(job, future, self._threads.submit(first) if first else None, then))
+        ready = self._threads.submit(first) if first else None
+        self._jobs.append(_Job(job, future, ready, then))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.ensure_future(self._run())
         return future
@@ -105,11 +124,17 @@ class Lane:
 
     def _work(self, cache: PrefixCache) -> Generator[None, None, None]:
         began_at = time.monotonic()
-        while self._jobs and self._jobs[0].is_ready:
-            self._advance(self._jobs.popleft(), cache)
-            if cache.busy or time.monotonic() - began_at > IDLE_SLICE_S:
-                yield
-                began_at = time.monotonic()
+        try:
+            while self._jobs and self._jobs[0].is_ready:
+                self._advance(self._jobs.popleft(), cache)
+                busy = bool(cache.busy)
+                if busy:
+                    self._settle_queued()
+                if busy or time.monotonic() - began_at > IDLE_SLICE_S:
+                    yield
+                    began_at = time.monotonic()
+        finally:
+            self._settle_queued()
 
     def _advance(self, job: _Job, cache: PrefixCache) -> None:
         try:
@@ -118,14 +143,31 @@ class Lane:
             if job.ready is not None:
                 job.ready.result()
             result = job.work(cache)
-            if job.then is not None:
-                self._threads.submit(job.then, result).add_done_callback(partial(self._after, job))
-                return
         except (Exception, CancelledError) as error:  # noqa: BLE001 - whoever waits for the job gets it
+            self._settle_queued()
             self._failure = error
             self._settle(job, None, error)
-        else:
+            return
+        before, self._queued = self._queued, (job, result) if self._codec.queues else None
+        if before is not None:
+            self._worked(*before)
+        if self._queued is None:
+            self._worked(job, result)
+
+    def _settle_queued(self) -> None:
+        if self._queued is not None:
+            self._codec.settle()
+            before, self._queued = self._queued, None
+            self._worked(*before)
+
+    def _worked(self, job: _Job, result: Any) -> None:
+        if job.then is None:
             self._settle(job, result, None)
+            return
+        try:
+            self._threads.submit(job.then, result).add_done_callback(partial(self._after, job))
+        except RuntimeError:  # the threads were ended
+            self._settle(job, None, CancelledError())
 
     def _after(self, job: _Job, done: Future[Any]) -> None:
         error = CancelledError() if done.cancelled() else done.exception()

@@ -12,12 +12,11 @@ from __future__ import annotations
 import struct
 from collections.abc import AsyncIterable, Callable
 
-import blake3
-import xxhash
-
 from engines.errors import StateInvalid
 from engines.runtime.state_layout import MAGIC
 from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest
+from engines.store.checksums import checksum_of as checksum_of
+from engines.store.checksums import digest_of as digest_of
 
 FORMS = ("stream", "v2", "raw")
 STREAM_MAGIC = b"HYKV"
@@ -29,16 +28,6 @@ _PRELUDE = struct.Struct("<4sHHI32s")
 
 
 Proof = Callable[[memoryview], bytes]
-
-
-def digest_of(piece: bytes | memoryview) -> bytes:
-    """BLAKE3: what names a piece wherever it lies, and what nobody can forge."""
-    return blake3.blake3(piece).digest()
-
-
-def checksum_of(piece: bytes | memoryview) -> bytes:
-    """XXH3, 128 bits: as fast as memory. Enough between processes of one host that trust each other."""
-    return xxhash.xxh3_128_digest(piece)
 
 
 class ChunkReader:

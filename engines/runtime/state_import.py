@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engines.errors import DeadlineExceeded
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.state_dock import LEAST_PIECES, WINDOW_BYTES, Dock, to_its_end
+from engines.runtime.state_dock import Dock, to_its_end
 from engines.runtime.state_forms import DIGEST_BYTES, ChunkReader
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import StatePiece
@@ -68,7 +68,10 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
     entering: asyncio.Future[None]
     try:
         for piece in pieces:
-            while under_way and (under_way[0][1].done() or not _has_room(under_way, piece)):
+            while under_way and (
+                under_way[0][1].done()
+                or not dock.has_room((other.size_bytes for other, _ in under_way), piece.size_bytes)
+            ):
                 await to_its_end(under_way[0][1])
                 under_way.popleft()
             delivery = await source.deliver(piece)
@@ -86,11 +89,6 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
                 await asyncio.wait((entering,))
             if not entering.cancelled():
                 entering.exception()  # looked at: an earlier one is raised already
-
-
-def _has_room(under_way: deque[tuple[StatePiece, asyncio.Future[None]]], piece: StatePiece) -> bool:
-    size_bytes = sum(other.size_bytes for other, _ in under_way)
-    return len(under_way) < LEAST_PIECES or size_bytes + piece.size_bytes <= WINDOW_BYTES
 
 
 def _check(dock: Dock, arrival: Arrival, delivery: Delivery) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from engines.errors import StateIncompatible, StateInvalid
 
 Bytes = NDArray[np.uint8]
+Tokens = list[int] | NDArray[np.int32]
 
 MAGIC = 0xAF143CD8
 HEADER_BYTES = 8
@@ -81,6 +82,18 @@ class AttentionLayout:
         sizes = TENSOR_HEAD_BYTES + cells * self._row_bytes
         return 16 + cells * self.cell_dtype.itemsize + np.cumsum(sizes) - sizes
 
+    def _head_places(self, cells: int) -> NDArray[np.intp]:
+        """The place of every byte of every head; most blocks of a state have as many cells."""
+        known, places = self._known_places[0]
+        if known != cells:
+            places = np.add.outer(self.head_offsets(cells), np.arange(TENSOR_HEAD_BYTES))
+            self._known_places[0] = (cells, places)
+        return places
+
+    @cached_property
+    def _known_places(self) -> list[tuple[int, NDArray[np.intp]]]:
+        return [(0, np.empty((0, TENSOR_HEAD_BYTES), dtype=np.intp))]
+
     @cached_property
     def heads(self) -> Bytes:
         joined = b"".join(tensor.head for tensor in self.tensors)
@@ -105,9 +118,7 @@ class AttentionLayout:
             )
         if layers != self.layers:
             raise StateIncompatible(f"The state has {layers} attention layers; this engine has {self.layers}.")
-        wrong = (section[np.add.outer(self.head_offsets(count), np.arange(TENSOR_HEAD_BYTES))] != self.heads).any(
-            axis=1
-        )
+        wrong = (section[self._head_places(count)] != self.heads).any(axis=1)
         if wrong.any():
             self._refuse_tensor(section, count, int(wrong.argmax()))
         return cells
@@ -214,7 +225,7 @@ class StateLayout:
 
     # --- checks: nothing reaches llama.cpp that did not pass them ---------------------------------
 
-    def check_block(self, block: Bytes, start: int, tokens: list[int]) -> None:
+    def check_block(self, block: Bytes, start: int, tokens: Tokens) -> None:
         """Raises StateInvalid or StateIncompatible unless `block` holds just `tokens` at positions `start`…"""
         self._check_header(block, self.block_bytes(len(tokens)))
         end = HEADER_BYTES + self.attention.section_bytes(len(tokens))
@@ -224,7 +235,7 @@ class StateLayout:
         if not (np.array_equal(cells["pos"], wanted) or np.array_equal(np.sort(cells["pos"]), wanted)):
             raise StateInvalid(f"The block's positions are not {start} to {start + len(tokens) - 1}.")
         if self.attention.wide_cells and not np.array_equal(
-            cells["token"], np.array(tokens, dtype=np.int32)[cells["pos"] - start]
+            cells["token"], np.asarray(tokens, dtype=np.int32)[cells["pos"] - start]
         ):
             raise StateInvalid("The block was computed from other tokens than its manifest says.")
         if block[end:].tobytes() != self.block_tail:

@@ -10,16 +10,22 @@ MIN_BLOCK_TOKENS = 64
 # Kept: conversations share many of them, on whatever device they are, so that all engines of a model must cut alike. They also
 # stand between two steps without being felt. Larger ones of a small model would hold whole conversations and share nothing.
 KEPT_BLOCK_BYTES, KEPT_BLOCK_TOKENS = 8 << 20, 256
-# Moved, while nobody's next token waits: large enough to hide what each costs besides, a third of a millisecond on both.
-CPU_MOVED_BYTES, GPU_MOVED_BYTES = 24 << 20, 48 << 20
+# Moved, while nobody's next token waits. Off a card: large enough to hide what each costs besides, a third of a millisecond.
+# In a processor's memory: small enough that a piece is still in its caches when it is proved and read.
+CPU_MOVED_BYTES, GPU_MOVED_BYTES = 6 << 20, 48 << 20
+# One block is proved while the next is copied; with a few large ones there would be little beside each other.
+LEAST_BLOCKS, LEAST_MOVED_BYTES = 8, 8 << 20
 
 
 def kept_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
     return config.kv_block_tokens or _fitting(layout, KEPT_BLOCK_BYTES, KEPT_BLOCK_TOKENS)
 
 
-def moved_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
+def moved_block_tokens(config: EngineConfig, layout: StateLayout, count: int = 0) -> int:
+    """`count`: tokens of the state; 0 where blocks must do for any."""
     most_bytes = GPU_MOVED_BYTES if config.gpu_layers else CPU_MOVED_BYTES
+    if count:
+        most_bytes = min(most_bytes, max(LEAST_MOVED_BYTES, count * layout.attention.token_bytes // LEAST_BLOCKS))
     return config.kv_block_tokens or _fitting(layout, most_bytes, MAX_BLOCK_TOKENS)
 
 

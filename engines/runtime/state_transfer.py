@@ -7,11 +7,14 @@ not emptied for others; whatever ends a transfer must give it back (`end`, `fini
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.errors import (
     NoCellsFree,
@@ -30,7 +33,7 @@ from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_draft import DraftLook
 from engines.runtime.state_forms import Proof, digest_of
-from engines.runtime.state_layout import Bytes
+from engines.runtime.state_layout import Bytes, Tokens
 from engines.runtime.state_snapshot import StatePiece
 
 DRAFT_KINDS = ("draft", "hidden")
@@ -82,8 +85,14 @@ class Departure:
     checkpoints: dict[int, Checkpoint]
     """By their cuts."""
 
+    @cached_property
+    def ids(self) -> NDArray[np.int32]:
+        """The tokens of `look`."""
+        return np.frombuffer(array("i", self.look.tokens), dtype=np.int32)
+
     def take(self, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
-        """Writes the piece into `buffer`, for `finished`. On the core's thread.
+        """Writes the piece into `buffer`, for `finished`, once it is there: where the codec queues, after its next call. On the
+        core's thread.
 
         Raises StateError when the engine lost the slot's state meanwhile.
         """
@@ -93,7 +102,7 @@ class Departure:
         if len(sequence) < piece.end:
             raise StateError("The engine lost the slot's state while it left.")
         if piece.kind == "block":
-            return buffer[: codec.take_block(sequence, piece.start, piece.end, buffer)]
+            return buffer[: codec.take_block(sequence, piece.start, piece.end, buffer, queued=codec.queues)]
         if piece.kind in DRAFT_KINDS:
             return self._take_draft(codec, piece, buffer)
         return buffer[: codec.take_part(sequence, buffer)]
@@ -112,7 +121,7 @@ class Departure:
     def finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
         """The piece, checked, and what `prove` makes of it. On any thread."""
         if piece.kind == "block":
-            exported = codec.finished_block(taken, piece.start, self.look.tokens[piece.start : piece.end])
+            exported = codec.finished_block(taken, piece.start, self.ids[piece.start : piece.end])
         elif piece.kind == "draft":
             assert codec.drafts is not None
             exported = codec.drafts.finished_block(taken, piece.start, self.look.tokens[piece.start : piece.end])
@@ -140,11 +149,14 @@ class Arrival:
     adopted: list[Checkpoint] = field(default_factory=list)
     drafted: tuple[int, int] | None = (0, 0)
     """Positions of which the draft context has rows; None: drafts begin anew."""
+    ids: Tokens | None = None
+    """The same as `tokens`, where somebody has them as an array."""
 
     def check(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
         """Raises StateInvalid or StateIncompatible for what must not reach llama.cpp. On any thread."""
         if piece.kind == "block":
-            codec.layout.check_block(data, piece.start, self.tokens[piece.start : piece.end])
+            tokens = self.tokens if self.ids is None else self.ids
+            codec.layout.check_block(data, piece.start, tokens[piece.start : piece.end])
         elif piece.kind in DRAFT_KINDS:
             if piece.kind == "draft" and self._takes_drafts(codec, piece):
                 assert codec.drafts is not None
@@ -153,11 +165,12 @@ class Arrival:
             codec.layout.check_part(data, piece.end)
 
     def enter(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
-        """Takes one checked piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile."""
+        """Takes one checked piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile, where
+        the codec queues until after its next call."""
         sequence = self.slot.sequence
         if piece.kind == "block":
             self.slot.awaited_cells -= piece.tokens
-            codec.enter_block(sequence, piece.start, piece.tokens, data)
+            codec.enter_block(sequence, piece.start, piece.tokens, data, queued=codec.queues)
         elif piece.kind == "part":
             codec.enter_part(sequence, data)
         elif piece.kind in DRAFT_KINDS:

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
+from engines.store.checksums import checksum_of
 from engines.store.errors import LeaseLost, ObjectDamaged, ObjectNotFound
 from engines.store.objects import boot_seconds
 from engines.wire_store import LeaseAnswer, Place, ReserveAnswer
@@ -62,12 +62,12 @@ class SlabMap:
     def read_into(self, place: Place, lease: LeaseAnswer, target: memoryview) -> None:
         """Copies an object out and proves the copy. Raises ObjectDamaged, LeaseLost; `target` then means nothing."""
         target[:] = self.read_only(place)
-        _judge(place, lease, xxhash.xxh3_128_hexdigest(target))
+        _judge(place, lease, checksum_of(target).hex())
 
     def prove(self, place: Place, lease: LeaseAnswer) -> memoryview:
         """An object's bytes in place, proved now. Raises ObjectDamaged, LeaseLost."""
         view = self.read_only(place)
-        _judge(place, lease, xxhash.xxh3_128_hexdigest(view))
+        _judge(place, lease, checksum_of(view).hex())
         return view
 
     # --- writing --------------------------------------------------------------------------------

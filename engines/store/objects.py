@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-import blake3
-import xxhash
-
+from engines.store.checksums import checksum_of, digest_of
 from engines.store.config import StoreConfig
 from engines.store.errors import DigestMismatch, ObjectNotFound
 from engines.store.records import Name, Record, State
@@ -30,7 +28,7 @@ def boot_seconds() -> float:
 
 @dataclass(frozen=True)
 class Proof:
-    """What bytes are: BLAKE3, which names them, and XXH3 with 128 bits, which a reader of this host checks at memory's speed."""
+    """What bytes are: BLAKE3, which names them, and the checksum that a reader of this host looks at, at memory's speed."""
 
     digest: bytes
     checksum: bytes
@@ -38,7 +36,7 @@ class Proof:
 
 def prove(view: memoryview) -> Proof:
     """Both sums. Any thread; neither holds the interpreter's lock while it works."""
-    return Proof(blake3.blake3(view).digest(), xxhash.xxh3_128_digest(view))
+    return Proof(digest_of(view), checksum_of(view))
 
 
 @dataclass(eq=False)

@@ -41,7 +41,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Name:
-    """What an object is. `modified` in seconds since 1970; `checksum` is XXH3 with 128 bits, for readers of this host."""
+    """What an object is. `modified` in seconds since 1970; `checksum` is for readers of this host (checksums.py)."""
 
     kind: str
     digest: bytes

@@ -41,7 +41,8 @@ SUFFIX = ".slab"
 MAX_FRAMED_BYTES = (1 << 31) - 1
 _HEADER = struct.Struct("<8sQQ")  # magic, size of the file, records
 _SUM = struct.Struct("<Q")
-_MAGIC = b"HYSLAB01"
+# Counts up with whatever its records or checksums mean; slabs of another number are given up at the start.
+_MAGIC = b"HYSLAB02"
 # One record for so many bytes of data: an eighth of a percent is spent on them.
 BYTES_PER_RECORD = 32 << 10
 # Objects below this lie at a slab's end, apart from the large ones.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-import xxhash
-
 from engines.rpc_exchange import Exchange
+from engines.store.checksums import checksum_of
 from engines.store.manifests import digest_from
 from engines.store.objects import Proof, StoredObject, prove
 from engines.store.store import Store
@@ -50,9 +49,9 @@ class Transfer:
         if not found.verified:
             self._store.judge(found, await proof_of(view))
         elif len(view) <= INLINE_BYTES:
-            self._store.judge(found, checksum(view))
+            self._store.judge(found, checksum_of(view))
         else:
-            self._store.judge(found, await asyncio.to_thread(checksum, view))
+            self._store.judge(found, await asyncio.to_thread(checksum_of, view))
 
     async def send(self, exchange: Exchange, found: StoredObject) -> None:
         slot = found.slot
@@ -62,7 +61,3 @@ class Transfer:
     async def send_all(self, exchange: Exchange, objects: Sequence[StoredObject]) -> None:
         for found in objects:
             await self.send(exchange, found)
-
-
-def checksum(view: memoryview) -> bytes:
-    return xxhash.xxh3_128_digest(view)

@@ -10,11 +10,18 @@ from native import changes
 from native.errors import BuildFailed
 
 
+PATHS = {change.path for change in changes.CHANGES}
+
+
+def text(path: str, *, changed: bool) -> str:
+    places = (change.new if changed else change.old for change in changes.CHANGES if change.path == path)
+    return "before\n" + "".join(f"{place} 1\nbehind\n" for place in places)
+
+
 def source(folder: Path) -> Path:
-    for change in changes.CHANGES:
-        path = folder / change.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"before\n{change.old} 1\nbehind\n")
+    for path in PATHS:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text(path, changed=False))
     return folder
 
 
@@ -22,8 +29,8 @@ def test_a_change_is_made_once(tmp_path: Path) -> None:
     tree = source(tmp_path)
     for _ in range(2):
         changes.apply(tree)
-        for change in changes.CHANGES:
-            assert (tree / change.path).read_text() == f"before\n{change.new} 1\nbehind\n"
+        for path in PATHS:
+            assert (tree / path).read_text() == text(path, changed=True)
 
 
 def test_another_source_is_left_alone_and_refused(tmp_path: Path) -> None:

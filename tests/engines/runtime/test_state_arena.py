@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,53 @@ def test_a_full_tmpfs_is_an_error_and_leaves_no_file() -> None:
     with pytest.raises(ArenaFull):
         Arena(free.f_blocks * free.f_frsize * 2)
     assert not list(FOLDER.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+FAKE_DRIVER = r"""
+#include <stddef.h>
+#include <stdio.h>
+static int tries;
+int cuInit(unsigned f) { return 0; }
+int cuDeviceGet(int *d, int n) { *d = n; return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { *c = &tries; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int d) { return 0; }
+int cuCtxPushCurrent_v2(void *c) { return 0; }
+int cuCtxPopCurrent_v2(void **c) { return 0; }
+int cuMemHostRegister_v2(void *p, size_t n, unsigned f) { printf("%p\n", p); fflush(stdout); return tries++ < REFUSED ? 712 : 0; }
+int cuMemHostUnregister(void *p) { return 0; }
+"""
+PINNED = """
+from pathlib import Path
+import sys
+from engines.runtime.arena import Arena, ArenaFull
+try:
+    arena = Arena(1 << 20, Path(sys.argv[1]), 0)
+    print(arena.pinned, hex(arena.memory.ctypes.data), flush=True)
+    arena.close()
+except ArenaFull as error:
+    print("full", flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+@pytest.mark.parametrize("refused", [1, 100])
+def test_an_arena_never_lies_where_cuda_counts_a_part_as_pinned(tmp_path: Path, refused: int) -> None:
+    """Its driver then refuses copies across the end of that part, and llama.cpp ends the process."""
+    source = tmp_path / "driver.c"
+    source.write_text(FAKE_DRIVER)
+    library = ["cc", "-shared", "-fPIC", f"-DREFUSED={refused}", "-o", str(tmp_path / "libcuda.so.1"), str(source)]
+    subprocess.run(library, check=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", PINNED, str(tmp_path)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.split()  # fmt: skip
+    if refused == 1:
+        first, second, pinned, at = found
+        assert (pinned, at) == ("True", second) != ("True", first)
+    else:
+        assert found[-1] == "full"
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
 
 
 async def test_memory_of_ones_own_where_there_is_no_tmpfs() -> None:

@@ -72,6 +72,31 @@ async def refused(desk: StateDesk, raw: bytes, error: type[EngineError], words: 
     assert (meta.n_past, meta.is_transferring) == (0, False)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_pieces_that_are_queued_are_the_same_and_a_bad_one_leaves_nothing(
+    tiny_model: Callable[..., SyntheticModel], architecture: str
+) -> None:
+    """As on a card with our build of llama.cpp; another one passes the flag over."""
+    model = tiny_model(architecture)
+    async with desk_of(model) as (core, desk):
+        await run(core, prompt_of(model, 300), 10)
+        plain = await exported(desk)
+        assert core.llama is not None
+        core.llama.queues_states = True
+        assert await exported(desk) == plain
+        pieces = opened(plain)[1]
+        for at in (40, len(pieces) // 2, len(pieces) - 40):
+            damaged = bytearray(pieces)
+            damaged[at] ^= 4
+            await refused(desk, plain[: -len(pieces)] + bytes(damaged), StateInvalid, "damaged")
+        await refused(desk, plain[:-700], StateInvalid, "ends")
+        assert await restored(desk, plain) == "exact"
+        assert opened(await exported(desk, 1))[0].tokens == opened(plain)[0].tokens
+        blocks = sum(32 + piece.size_bytes for piece in opened(plain)[0].pieces if piece.kind in ("block", "part"))
+        assert opened(await exported(desk, 1))[1][:blocks] == pieces[:blocks]
+        await asyncio.gather(exported(desk), exported(desk, 1), run(core, prompt_of(model, 30), 5))
+
+
 async def test_a_state_of_another_model_type_or_size_is_refused_by_name(
     tiny_model: Callable[..., SyntheticModel],
 ) -> None:

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import http.client
 import json
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from tests.synthetic_gguf import SyntheticModel
 
 Answer = tuple[int, dict[str, str], bytes]
 PRELUDE_BYTES = 44
+CURL = shutil.which("curl") or "curl"
 SETTINGS: dict[str, Any] = {"checkpoint_min_tokens": 16, "put_away_idle": False, "kv_block_tokens": 64, "slots": 2}
 
 
@@ -243,3 +246,21 @@ def test_a_chat_goes_on_elsewhere_where_its_template_branches_off(pair: tuple[En
     assert cached == there["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 0.9 * first["usage"]["prompt_tokens"]
     assert here["choices"][0]["message"]["content"] == there["choices"][0]["message"]["content"]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
+def test_curl_pipes_a_conversation_into_another_engine(pair: tuple[EngineProcess, EngineProcess]) -> None:
+    a, b = pair
+    messages = [{"role": "user", "content": "say what grows on the north side of walls " * 18}]
+    first = post(a, "/v1/chat/completions", {"messages": messages, "max_tokens": 12, "temperature": 0})
+    out = [CURL, "-sS", "--fail-with-body", f"{a.base_url}/slots/{used_slot(a)}/state"]
+    into = [CURL, "-sS", "--fail-with-body", "-T", "-", f"{b.base_url}/slots/1/state"]
+    with subprocess.Popen(out, stdout=subprocess.PIPE) as source:
+        put = subprocess.run(into, stdin=source.stdout, capture_output=True, timeout=60, check=False)
+    assert (source.returncode, put.returncode) == (0, 0), put
+    assert json.loads(put.stdout)["n_past"] == max(held(a))
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0}
+    here, there = (post(engine, "/v1/chat/completions", body) for engine in (b, a))
+    assert here["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.9 * first["usage"]["prompt_tokens"]
+    assert here["choices"] == there["choices"]

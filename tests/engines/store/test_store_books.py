@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from engines.store.errors import (
     DigestMismatch,
@@ -390,6 +391,25 @@ def test_a_slab_that_is_cut_short_is_given_up_with_what_needed_it(memory: Path) 
     assert not lost.exists()
     assert not list(memory.glob("*/*.new"))
     check(again)
+
+
+def test_a_slab_whose_checksums_mean_something_else_is_given_up(memory: Path) -> None:
+    """As an earlier version left it: sound in itself, and not to be read by this one's rules."""
+    store = new_store(memory)
+    save(store, "kv/1", [content(1, 900_000)])
+    (slab,) = {slab.path for slab in store.slabs.slabs}
+    with slab.open("r+b") as file:
+        head = file.read(24)
+        assert head[:8] == b"HYSLAB02"
+        earlier = b"HYSLAB01" + head[8:]
+        file.seek(0)
+        file.write(earlier + xxhash.xxh3_64_intdigest(earlier).to_bytes(8, "little"))
+    again = reopen(store)
+    assert again.manifests.names("") == []
+    assert slab not in {left.path for left in again.slabs.slabs}
+    check(again)
+    save(again, "kv/1", [content(1, 900_000)])
+    assert read(again, "kv/1") == [content(1, 900_000)]
 
 
 # --- pins that nobody keeps up --------------------------------------------------------------------

@@ -1,0 +1,42 @@
+"""Checksums that threads share are those that one thread makes, and none of two different things."""
+
+from __future__ import annotations
+
+import random
+
+import blake3
+import pytest
+import xxhash
+
+from engines.store import checksums
+from engines.store.checksums import STRETCH_BYTES, checksum_of, digest_of
+
+
+def by_the_book(data: bytes) -> bytes:
+    """As docs/store.md says it."""
+    if len(data) <= 4 << 20:
+        return xxhash.xxh3_128_digest(data)
+    row = b"".join(xxhash.xxh3_128_digest(data[at : at + (4 << 20)]) for at in range(0, len(data), 4 << 20))
+    return xxhash.xxh3_128_digest(row)
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3, 7])
+def test_any_number_of_threads_makes_the_same(monkeypatch: pytest.MonkeyPatch, helpers: int) -> None:
+    monkeypatch.setattr(checksums, "_threads", None)
+    monkeypatch.setattr(checksums, "helpers", lambda: helpers)
+    data = random.Random(5).randbytes(5 * STRETCH_BYTES + 1)
+    for size in (0, 1, STRETCH_BYTES, STRETCH_BYTES + 1, 2 * STRETCH_BYTES, 4 * STRETCH_BYTES, len(data)):
+        view = memoryview(data)[:size]
+        assert checksum_of(view) == by_the_book(data[:size])
+        assert digest_of(view) == blake3.blake3(data[:size]).digest()
+
+
+def test_every_byte_counts() -> None:
+    data = bytearray(random.Random(6).randbytes(2 * STRETCH_BYTES + 999))
+    whole = checksum_of(data)
+    for at in (0, STRETCH_BYTES - 1, STRETCH_BYTES, 2 * STRETCH_BYTES, len(data) - 1):
+        data[at] ^= 1
+        assert checksum_of(data) != whole
+        data[at] ^= 1
+    assert checksum_of(data) == whole
+    assert checksum_of(data[:-1]) != whole
