@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from pools.download_reach import REACHES
+
 Kind = Literal["path", "port", "address", "count", "bytes", "text", "secret", "database_url", "broker_url", "log_level"]
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
@@ -70,6 +72,12 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "HYDRA_SESSION_RETENTION", "7", "count", "Days after its last use that a session and its snapshots are kept."
+    ),
+    Setting(
+        "HYDRA_DOWNLOAD_FROM",
+        "lan",
+        "text",
+        "Where models may be downloaded from by URL: public; lan = private networks, too; any = this machine, too.",
     ),
     Setting("HYDRA_SOURCE_URL", "", "text", "Where this site's source is offered (AGPL); unset = a page of the site."),
     Setting("HYDRA_LOG_LEVEL", "INFO", "log_level", "How much the logs tell: DEBUG, INFO, WARNING, ERROR or CRITICAL."),
@@ -202,6 +210,14 @@ def session_retention_days(environ: Mapping[str, str] | None = None) -> int:
     return days
 
 
+def download_from(environ: Mapping[str, str] | None = None) -> str:
+    """How far downloads by URL may reach. Raises SettingError."""
+    value = raw("HYDRA_DOWNLOAD_FROM", environ)
+    if value not in REACHES:
+        raise SettingError("HYDRA_DOWNLOAD_FROM", value, f"give one of {', '.join(REACHES)}")
+    return value
+
+
 def _shared_memory_bytes() -> int:
     """What /dev/shm may hold, or the machine's memory if that is less; 0 where there is no /dev/shm."""
     try:
@@ -234,6 +250,7 @@ def check_all(environ: Mapping[str, str] | None = None) -> None:
     host_name(environ)
     store_bytes(environ)
     session_retention_days(environ)
+    download_from(environ)
 
 
 def engine_host(environ: Mapping[str, str] | None = None) -> str:

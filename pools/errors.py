@@ -16,6 +16,7 @@ PoolError
     ├── ReferenceUnusable     the text names no model file: name it otherwise
     ├── HubFileUnknown        the hub has no such repository or file, or gives it to members only: choose another
     ├── DownloadFailed        the package index or the hub did not deliver: try again
+    ├── DownloadRefused       the URL leads where no download may reach: allow it, or name a path
     ├── DigestMismatch        it delivered other bytes than the pinned ones: do not use them
     └── DiskFull              no room: free `bytes_needed` and try again
 """
@@ -165,6 +166,14 @@ class DownloadFailed(CatalogueError):
     http_status = 502
     retryable = True
     hint = "Check the network and the package index in use (`pip config list`), then pull again."
+
+
+class DownloadRefused(CatalogueError):
+    """The URL leads to this machine itself, to its link, or wherever else HYDRA_DOWNLOAD_FROM keeps downloads away from."""
+
+    code = "download_refused"
+    http_status = 403
+    hint = "HYDRA_DOWNLOAD_FROM=any allows every address; a file of this machine is pulled by its path."
 
 
 class DigestMismatch(CatalogueError):

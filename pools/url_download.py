@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pools.download_reach import CheckedHttp, CheckedHttps
 from pools.errors import DownloadFailed, HubFileUnknown
 from pools.model_reference import without_query
 
@@ -39,11 +40,11 @@ class _SameKind(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-_opener = urllib.request.build_opener(_SameKind)
+_opener = urllib.request.build_opener(_SameKind, CheckedHttp, CheckedHttps)
 
 
 def look_up(url: str) -> UrlFile:
-    """Asks for the file without fetching it. Raises HubFileUnknown, DownloadFailed."""
+    """Asks for the file without fetching it. Raises HubFileUnknown, DownloadFailed, DownloadRefused."""
     with _open(urllib.request.Request(url, method="HEAD"), url) as answer:
         length = answer.headers.get("Content-Length", "")
         # A weak validator cannot promise that the bytes are the same.

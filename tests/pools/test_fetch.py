@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pools import fetch, job_process
+from pools.download_reach import REACHES, is_allowed
 from pools.hub_catalogue import HUB_MODELS
 from pools.job_process import Outcome
 from tests.local_hub import COMMIT, LocalHub
@@ -146,6 +147,41 @@ def test_a_url_is_fetched_with_resume(hub: LocalHub, tmp_path: Path) -> None:
     assert hub.gets(FILE) == ["", f"bytes={1 << 20}-", f"bytes={2 << 20}-"]
     missing, _ = fetched(f"{hub.url}/{REPO}/resolve/main/none.gguf", tmp_path / "models")
     assert "there is no http" in missing.last["error"]
+
+
+def test_a_url_of_this_machine_is_refused_before_a_word_is_said(
+    hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_DOWNLOAD_FROM", "lan")
+    for host in ("127.0.0.1", "localhost"):
+        url = f"{hub.url}/{REPO}/resolve/main/{FILE}".replace("127.0.0.1", host)
+        outcome, _ = fetched(url, tmp_path / "models")
+        assert (outcome.code, outcome.last["retryable"]) == (1, False)
+        assert "is at 127.0.0.1" in outcome.last["error"]
+        assert "HYDRA_DOWNLOAD_FROM" in outcome.last["hint"]
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("address", "reaches"),
+    [
+        ("1.1.1.1", {"public", "lan", "any"}),
+        ("2606:4700::1111", {"public", "lan", "any"}),
+        ("192.168.1.7", {"lan", "any"}),
+        ("100.64.0.7", {"lan", "any"}),
+        ("fd12::7", {"lan", "any"}),
+        ("127.0.0.1", {"any"}),
+        ("::1", {"any"}),
+        ("::ffff:127.0.0.1", {"any"}),
+        ("0.0.0.0", {"any"}),
+        ("169.254.169.254", {"any"}),
+        ("fe80::1%eth0", {"any"}),
+        ("fd00:ec2::254", {"any"}),
+        ("100.100.100.200", {"any"}),
+    ],
+)
+def test_what_only_the_fetching_machine_reaches_is_refused(address: str, reaches: set[str]) -> None:
+    assert {reach for reach in REACHES if is_allowed(address, reach)} == reaches
 
 
 def test_a_file_that_another_process_fetches_is_left_to_it(hub: LocalHub, tmp_path: Path) -> None:
