@@ -1,4 +1,4 @@
-"""`python -m bench engine|prefix|spec|kv|store|park|handoff|placement|router|model`: Hydra measured; the last line is JSON."""
+"""`python -m bench engine|prefix|spec|kv|store|park|handoff|pd|placement|router|model`: Hydra measured; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import engine, handoff, kv, park, placement, prefix, router, spec, store
+from bench import engine, handoff, kv, park, pd, placement, prefix, router, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path
 from bench.vocabulary import ROOT
@@ -35,56 +37,54 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench-logs", help="folder of the servers' logs")
 
 
-def main(arguments: list[str]) -> int:
+@dataclass(frozen=True)
+class Bench:
+    """One command: the module that says its arguments and measures, and what it wants from its command line."""
+
+    module: Any
+    run: Callable[[argparse.Namespace], Any]
+    has_servers: bool = True
+
+
+def _peer(options: argparse.Namespace) -> Path | None:
+    return None if options.peer == "none" else Path(options.peer).resolve()
+
+
+BENCHES = {
+    "engine": Bench(engine, lambda options: engine.run(options, model_path(options.model), _peer(options))),
+    "prefix": Bench(prefix, lambda options: prefix.run(options, _peer(options))),
+    "spec": Bench(spec, lambda options: spec.run(options, _peer(options))),
+    "kv": Bench(kv, kv.run, has_servers=False),
+    "store": Bench(store, store.run, has_servers=False),
+    "park": Bench(park, park.run),
+    "handoff": Bench(handoff, handoff.run),
+    "pd": Bench(pd, pd.run),
+    "placement": Bench(placement, placement.run),
+    "router": Bench(router, router.run_bench, has_servers=False),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module in (("engine", engine), ("prefix", prefix), ("spec", spec)):
-        command = commands.add_parser(name, description=module.__doc__)
-        _add_server_arguments(command)
-        module.add_arguments(command)
+    for name, bench in BENCHES.items():
+        command = commands.add_parser(name, description=bench.module.__doc__)
+        if bench.has_servers:
+            _add_server_arguments(command)
+        bench.module.add_arguments(command)
     commands.choices["engine"].add_argument("--model", default="smollm2", help="smollm2, synthetic:NAME or a path")
-    kv.add_arguments(commands.add_parser("kv", description=kv.__doc__))
-    store.add_arguments(commands.add_parser("store", description=store.__doc__))
-    parker = commands.add_parser("park", description=park.__doc__)
-    _add_server_arguments(parker)
-    park.add_arguments(parker)
-    mover = commands.add_parser("handoff", description=handoff.__doc__)
-    _add_server_arguments(mover)
-    handoff.add_arguments(mover)
-    router.add_arguments(commands.add_parser("router", description=router.__doc__))
-    placing = commands.add_parser("placement", description=placement.__doc__)
-    _add_server_arguments(placing)
-    placement.add_arguments(placing)
     writer = commands.add_parser("model", description="Writes or fetches a model and prints its path.")
     writer.add_argument("name", help="smollm2, synthetic:NAME or a path")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
     try:
         if options.command == "model":
             print(model_path(options.name))
             return 0
-        if options.command == "kv":
-            print(json.dumps(kv.run(options)), flush=True)
-            return 0
-        if options.command == "store":
-            print(json.dumps(store.run(options)), flush=True)
-            return 0
-        if options.command == "park":
-            print(json.dumps(park.run(options)), flush=True)
-            return 0
-        if options.command == "handoff":
-            print(json.dumps(handoff.run(options)), flush=True)
-            return 0
-        if options.command == "router":
-            print(json.dumps(router.run_bench(options)), flush=True)
-            return 0
-        if options.command == "placement":
-            print(json.dumps(placement.run(options)), flush=True)
-            return 0
-        peer = None if options.peer == "none" else Path(options.peer).resolve()
-        if options.command == "engine":
-            answer = engine.run(options, model_path(options.model), peer)
-        else:
-            answer = (spec if options.command == "spec" else prefix).run(options, peer)
+        answer = BENCHES[options.command].run(options)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1

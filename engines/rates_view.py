@@ -24,7 +24,8 @@ class EngineRates:
     between two steps of the others, which wait for it; `interleaves`: it has a call of its own. `kv_group` names the engines
     that KV may be shared with, "" none. `restore_bytes_per_s` is how fast states come in from the host's store, 0 unknown.
     `sessions` are tokens held by conversation, the one used last at the end; `idle_tokens` and `idle_s` tell of the one that
-    would have to go next. `links` are bytes per second at which other hosts' stores ("address:port") were read.
+    would have to go next. `links` are bytes per second at which other hosts' stores ("address:port") were read. `streams_kv`: a
+    request may come or leave while it runs; a token's KV then takes `kv_token_bytes`, what belongs to no token `kv_part_bytes`.
     """
 
     model: str
@@ -50,6 +51,9 @@ class EngineRates:
     idle_tokens: int
     idle_s: float
     links: Mapping[str, float] = field(default_factory=dict)
+    streams_kv: bool = False
+    kv_token_bytes: float = 0.0
+    kv_part_bytes: float = 0.0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRates:
@@ -83,6 +87,9 @@ class EngineRates:
             idle_tokens=int(values["idle_tokens"]),
             idle_s=_seconds(values["idle_s"]),
             links={address: speed for address, speed in links.items() if speed and len(address) <= MAX_ADDRESS_CHARS},
+            streams_kv=bool(values.get("streams_kv", False)),
+            kv_token_bytes=_seconds(values.get("kv_token_bytes", 0.0)),
+            kv_part_bytes=_seconds(values.get("kv_part_bytes", 0.0)),
         )
 
 

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineEndpoint:
-    """A ready engine as dispatch sees it. `context_tokens` bounds one request."""
+    """A ready engine as dispatch sees it. `context_tokens` bounds one request. `kv_family` names the quants that its model lets
+    share KV, "" none; a request is split over two of them up to `most_kv_loss` (nats), as the model's `run_mode` says."""
 
     engine_id: int
     name: str
@@ -43,6 +44,9 @@ class EngineEndpoint:
     secret: str = field(default="", repr=False, compare=False)
     host_name: str = field(default="", compare=False)
     sees_images: bool = field(default=False, compare=False)
+    run_mode: str = field(default="auto", compare=False)
+    kv_family: str = field(default="", compare=False)
+    most_kv_loss: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -272,6 +276,10 @@ def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
             "rpc_secret",
             "host__name",
             "variant__model__projector_path",
+            "variant__model__run_mode",
+            "variant__model__kv_family",
+            "variant__model__shares_kv_family",
+            "variant__model__most_kv_loss",
             "variant__model__name",
             "variant_id",
             "slots",
@@ -287,8 +295,11 @@ def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
             secret=http_secret(rpc_secret, address),
             host_name=host_name,
             sees_images=bool(projector),
+            run_mode=run_mode,
+            kv_family=family if shares else "",
+            most_kv_loss=most_loss,
         )
-        for pk, engine, address, port, rpc_secret, host_name, projector, *values in serving
+        for pk, engine, address, port, rpc_secret, host_name, projector, run_mode, family, shares, most_loss, *values in serving
     ]
 
 

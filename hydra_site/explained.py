@@ -11,7 +11,7 @@ from typing import Any
 
 from sessions.services import TurnView
 
-TERMS = ("queue_s", "load_s", "restore_s", "prefill_s", "decode_s", "evict_s", "others_s")
+TERMS = ("queue_s", "load_s", "restore_s", "fixed_s", "wake_s", "prefill_s", "drift_s", "decode_s", "evict_s", "others_s")
 _NAMES_A_CHOICE = ("engine", "mode", "prefill_engine_id")
 
 
@@ -39,11 +39,25 @@ class Choice:
     restore_from: str
     is_chosen: bool
     parts: tuple[Part, ...]
+    kv_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class SplitTold:
+    """What became of a request that two engines were to share: the move's number and figures, or why one did all of it."""
+
+    prefill: str
+    decode: str
+    handoff: int | None
+    sent_bytes: int
+    pause_ms: float | None
+    fell_back: str
 
 
 @dataclass(frozen=True)
 class ExplainedTurn:
-    """A request with all that was weighed. `happened` is empty until its first token came."""
+    """A request with all that was weighed. `happened` is empty until its first token came; `run_mode` is "" where it is the usual
+    one."""
 
     turn: TurnView
     why: str
@@ -52,6 +66,8 @@ class ExplainedTurn:
     choices: tuple[Choice, ...]
     refusals: tuple[Mapping[str, str], ...]
     happened: tuple[Part, ...]
+    run_mode: str = ""
+    split: SplitTold | None = None
 
 
 def explained(turn: TurnView) -> ExplainedTurn:
@@ -68,6 +84,21 @@ def explained(turn: TurnView) -> ExplainedTurn:
         choices=tuple(_choice(candidate, chosen, candidates, longest_s) for candidate in candidates),
         refusals=tuple(explanation.get("refusals", ())),
         happened=_happened(turn, longest_s),
+        run_mode="" if explanation.get("run_mode", "auto") == "auto" else explanation["run_mode"],
+        split=_split(explanation.get("split")),
+    )
+
+
+def _split(told: dict[str, Any] | None) -> SplitTold | None:
+    if told is None:
+        return None
+    return SplitTold(
+        prefill=told["prefill"],
+        decode=told["decode"],
+        handoff=told.get("handoff"),
+        sent_bytes=told.get("sent_bytes", 0),
+        pause_ms=told.get("pause_ms"),
+        fell_back=told.get("fell_back", ""),
     )
 
 
@@ -89,6 +120,7 @@ def _choice(
         restore_from=candidate.get("restore_from", ""),
         is_chosen=is_chosen,
         parts=bar([(name.removesuffix("_s"), terms[name]) for name in TERMS if terms.get(name)], longest_s),
+        kv_loss=candidate.get("kv_loss"),
     )
 
 
@@ -112,7 +144,8 @@ def bar(spans: Iterable[tuple[str, float]], longest_s: float) -> tuple[Part, ...
     parts = []
     begin_s = 0.0
     for name, seconds in spans:
-        x, width = (100 * value / longest_s if longest_s else 0.0 for value in (begin_s, seconds))
+        # What is learned may also make a sum shorter: it takes no place, and the next piece begins earlier.
+        x, width = (100 * max(0.0, value) / longest_s if longest_s else 0.0 for value in (begin_s, seconds))
         parts.append(Part(name, seconds, f"{x:.2f}%", f"{width:.2f}%"))
         begin_s += seconds
     return tuple(parts)

@@ -103,7 +103,7 @@ class SiteServer(daphne.server.Server):
 
     async def _end_applications(self) -> None:
         from engines.client import close_client_session
-        from sessions.relay import lease_desk
+        from sessions.relayed_request import lease_desk
         from sessions.stream_desk import stream_desk
         from sessions.turn import wait_for_writes
 

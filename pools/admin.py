@@ -30,7 +30,16 @@ class VariantInline(TabularInline):
 
 @admin.register(Model)
 class ModelAdminPage(ModelAdmin):
-    list_display = ["name", "display_name", "is_default", "tags", "speculation", "shares_kv_family", "context_tokens"]
+    list_display = [
+        "name",
+        "display_name",
+        "is_default",
+        "tags",
+        "speculation",
+        "run_mode",
+        "shares_kv_family",
+        "context_tokens",
+    ]
     inlines = [VariantInline]
     list_filter = ["is_default", "pooling"]
     search_fields = ["name", "display_name"]
@@ -72,6 +81,8 @@ class ModelAdminPage(ModelAdmin):
             projector_path=obj.projector_path,
             kv_family=obj.kv_family,
             shares_kv_family=obj.shares_kv_family,
+            most_kv_loss=obj.most_kv_loss,
+            run_mode=obj.run_mode,
             loading=services.LoadingChoices.of(obj),
         )
 

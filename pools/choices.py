@@ -58,6 +58,14 @@ class Speculation(models.TextChoices):
     AUTO = "auto", "the head if there is one, else lookup"
 
 
+class RunMode(models.TextChoices):
+    """How a model's requests are laid out over its engines."""
+
+    AUTO = "auto", "whatever costs least in all"
+    FAST = "fast", "whatever answers this request soonest, others may wait"
+    CONCURRENCY = "concurrency", "one engine a request, so that others have theirs"
+
+
 class KvType(models.TextChoices):
     """In which form a model's engines keep keys and values; the names are llama.cpp's."""
 

@@ -8,7 +8,18 @@ from django.db import models
 from django.db.models.functions import Now
 
 from pools.chat_template import MAX_TEMPLATE_CHARS, TemplateUnreadable, template_abilities
-from pools.choices import OPEN_JOBS, GpuKind, HostDuty, HostState, JobKind, JobState, KvType, Pooling, Speculation
+from pools.choices import (
+    OPEN_JOBS,
+    GpuKind,
+    HostDuty,
+    HostState,
+    JobKind,
+    JobState,
+    KvType,
+    Pooling,
+    RunMode,
+    Speculation,
+)
 from pools.generation_defaults import GenerationDefaults
 from pools.model_reference import without_query
 
@@ -235,6 +246,18 @@ class Model(models.Model):
         default=False,
         verbose_name="share KV within the family",
         help_text="Let engines of different quants of it take over each other's KV, at some loss. Read at an engine's start.",
+    )
+    most_kv_loss = models.FloatField(
+        default=0.1,
+        validators=[MinValueValidator(0.0), MaxValueValidator(20.0)],
+        verbose_name="most loss within the family",
+        help_text="KL divergence in nats, as measured for each pair of quants; a request is never split over a pair above it.",
+    )
+    run_mode = models.CharField(
+        max_length=12,
+        default=RunMode.AUTO,
+        choices=RunMode.choices,
+        help_text="Whether one engine may compute a long prompt for another, which then writes the answer.",
     )
     load_on_demand = models.BooleanField(
         default=True, help_text="A request that finds no engine of it has one started where it fits."

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pools.router_cost import prefill_and_decode, solo
+from pools.router_cost import solo
 from pools.router_plan import Candidate, Explanation, Plan, Reason, Refusal, Why
+from pools.router_split import add_split, gains_too_little
 from pools.router_views import READY, CombinedView, EngineView, PoolView, RequestView
 
 # A warm session moves if that saves at least so many seconds, and this share of what staying costs.
 MOVE_GAIN_S = 0.25
 MOVE_GAIN_SHARE = 0.2
-# Splitting prefill from decode is looked at from here on; each such pair costs as much to weigh as two engines.
-SPLIT_WORTH_S = 0.5
-SPLIT_ENDS = 2
-# KV bytes of a token where no snapshot has told.
-DEFAULT_BYTES_PER_TOKEN = 24_576.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +36,16 @@ def route(request: RequestView, pool: PoolView) -> Routed:
             able.append(engine)
         else:
             refusals.append(refusal)
+    alone = {engine.engine_id: solo(request, engine, pool) for engine in able}
     candidates: list[Candidate] = []
     if request.force_mode in (None, "solo"):
-        candidates = [solo(request, engine, pool) for engine in able]
+        candidates = list(alone.values())
     else:
         refusals += [Refusal("solo", engine.name, Reason.MODE, request.force_mode) for engine in able]
     _add_combined(request, pool, candidates, refusals)
-    _add_split(request, pool, able, candidates, refusals)
+    add_split(request, pool, able, alone, candidates, refusals)
     # By cost, then by key: equal costs must not depend on the order in which engines are listed.
-    candidates.sort(key=lambda candidate: (candidate.cost_s, candidate.engine_id, candidate.prefill_engine_id))
+    candidates.sort(key=lambda one: (_weight_s(request, one), one.engine_id, one.prefill_engine_id))
     chosen, why = _choose(request, candidates)
     explanation = Explanation(
         tuple(candidates),
@@ -58,6 +55,7 @@ def route(request: RequestView, pool: PoolView) -> Routed:
         request.prompt_tokens,
         request.output_tokens,
         request.home,
+        request.run_mode,
     )
     return Routed(None if chosen is None else _plan(chosen), explanation)
 
@@ -70,7 +68,15 @@ def _plan(chosen: Candidate) -> Plan:
         chosen.restore_address,
         chosen.cached_tokens,
         chosen.first_token_s,
+        chosen.kv_loss,
     )
+
+
+def _weight_s(request: RequestView, candidate: Candidate) -> float:
+    """What decides: the whole cost, or in a hurry only what this request itself waits for."""
+    if request.run_mode == "fast":
+        return candidate.cost_s - candidate.terms.others_s - candidate.terms.evict_s
+    return candidate.cost_s
 
 
 def _refusal(request: RequestView, engine: EngineView) -> Refusal | None:
@@ -133,57 +139,23 @@ def _combined_refusal(request: RequestView, pair: CombinedView) -> Refusal | Non
     return None if refusal is None else Refusal("combined", refusal.engine, refusal.reason, refusal.detail)
 
 
-def _add_split(
-    request: RequestView,
-    pool: PoolView,
-    able: list[EngineView],
-    candidates: list[Candidate],
-    refusals: list[Refusal],
-) -> None:
-    """Pairs of a fast prefiller and a fast decoder, where prefill is long enough to be worth the trip."""
-    forced = request.force_mode == "pd"
-    if request.force_mode not in (None, "pd") or len(pool.engines) < 2:
-        return
-    able_to = [engine for engine in able if engine.streams_kv and engine.kv_group]
-    if forced:
-        refusals += [Refusal("pd", engine.name, Reason.STREAMS) for engine in able if engine not in able_to]
-    if len(able_to) < 2:
-        return
-    prefill_s = {engine.engine_id: engine.prefill.seconds(0, request.prompt_tokens) for engine in able_to}
-    if not forced and min(prefill_s.values()) < SPLIT_WORTH_S:
-        return
-    firsts = sorted(able_to, key=lambda engine: (prefill_s[engine.engine_id], engine.engine_id))[:SPLIT_ENDS]
-    seconds = sorted(able_to, key=lambda engine: (engine.decode.step_s(1, 0), engine.engine_id))[:SPLIT_ENDS]
-    for first in firsts:
-        for second in seconds:
-            if first is second:
-                continue
-            name = f"{first.name} → {second.name}"
-            if first.kv_group != second.kv_group:
-                refusals.append(Refusal("pd", name, Reason.GROUP))
-            elif (first.host, second.host) not in pool.links:
-                refusals.append(Refusal("pd", name, Reason.LINK))
-            else:
-                candidates.append(prefill_and_decode(request, first, second, pool, _bytes_per_token(request, pool)))
-
-
-def _bytes_per_token(request: RequestView, pool: PoolView) -> float:
-    for snapshot in pool.snapshots.get(request.session, ()):
-        if snapshot.tokens:
-            return snapshot.size_bytes / snapshot.tokens
-    return DEFAULT_BYTES_PER_TOKEN
-
-
 def _choose(request: RequestView, candidates: list[Candidate]) -> tuple[Candidate | None, Why | None]:
-    """The cheapest of `candidates`, which are in order; the session's home if leaving it gains too little."""
+    """The cheapest of `candidates`, which are in order; the session's home if leaving it gains too little, and one engine where
+    two gain too little."""
     if not candidates:
         return None, None
-    best = candidates[0]
+    best, why = candidates[0], Why.ONLY if len(candidates) == 1 else Why.CHEAPEST
     if request.force_engine is not None or request.force_mode is not None:
         return best, Why.FORCED
+    if best.mode == "pd":
+        whole = next((candidate for candidate in candidates if candidate.mode != "pd"), None)
+        if whole is not None and gains_too_little(_weight_s(request, whole), _weight_s(request, best)):
+            best, why = whole, Why.WHOLE
     home = next((c for c in candidates if c.mode == "solo" and c.engine_id == request.home and c.held_tokens > 0), None)
     if home is best:
         return best, Why.WARM
-    if home is not None and home.cost_s - best.cost_s < max(MOVE_GAIN_S, MOVE_GAIN_SHARE * home.cost_s):
-        return home, Why.STAYS
-    return best, Why.ONLY if len(candidates) == 1 else Why.CHEAPEST
+    if home is not None:
+        home_s = _weight_s(request, home)
+        if home_s - _weight_s(request, best) < max(MOVE_GAIN_S, MOVE_GAIN_SHARE * home_s):
+            return home, Why.STAYS
+    return best, why

@@ -30,6 +30,9 @@ class Reuse:
     restore_address: str = ""
 
 
+NOTHING_REUSED = Reuse()
+
+
 def best_reuse(request: RequestView, engine: EngineView, pool: PoolView) -> Reuse:
     """What is on the engine, or a snapshot where reading it saves more prefill than it costs."""
     # One token is always left to compute: a state holds no logits.
@@ -80,8 +83,11 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
         decode_s=output * step_s + stalls_s(engine, sent, missing_tokens),
         evict_s=evict_s(request, engine, reuse),
         others_s=others_s(engine, sent, output, step_s, missing_tokens, prefill_s),
+        fixed_s=engine.fixed_s,
+        wake_s=engine.wake_s,
+        drift_s=(engine.drift - 1.0) * (reuse.restore_s + prefill_s + step_s),
     )
-    first_token_s = terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s
+    first_token_s = terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s + terms.beside_s
     return Candidate(
         "solo",
         engine.engine_id,
@@ -98,25 +104,41 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
 
 
 def prefill_and_decode(
-    request: RequestView, first: EngineView, second: EngineView, pool: PoolView, bytes_per_token: float
+    request: RequestView,
+    at_first: Candidate,
+    first: EngineView,
+    second: EngineView,
+    pool: PoolView,
+    bytes_per_token: float,
+    kv_loss: float | None = None,
 ) -> Candidate:
-    """`first` computes the prompt while its blocks travel to `second`, which decodes. Both can share KV over a known link."""
+    """`first` computes the prompt while its blocks travel to `second`, which decodes and has a free slot. Both can share KV over
+    a known link; `at_first` is what it would cost if `first` did all of it."""
     link = pool.links[(first.host, second.host)]
-    at_first, at_second = solo(request, first, pool), solo(request, second, pool)
-    prefill_s = at_first.terms.prefill_s
-    travel_s = link.seconds(bytes_per_token * request.prompt_tokens)
+    sent_second = pool.sent.get(second.engine_id, NOTHING_SENT)
+    prompt, output = request.prompt_tokens, request.output_tokens
+    prefill_s, missing_tokens = at_first.terms.prefill_s, prompt - at_first.cached_tokens
+    decoding = second.decoding + sent_second.requests
+    step_s = second.decode.step_s(decoding + 1, second.resident_tokens + prompt)
+    travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
     terms = Terms(
-        # The second's slot is waited for while the first computes.
-        queue_s=max(at_first.terms.queue_s, at_second.terms.queue_s - prefill_s),
-        load_s=max(at_first.terms.load_s, at_second.terms.load_s),
-        # Blocks leave as they are finished: what is left after the last one is what travelling takes longer, and its own trip.
-        restore_s=at_first.terms.restore_s + max(0.0, travel_s - prefill_s) + RESTORE_FIXED_S,
+        queue_s=at_first.terms.queue_s,
+        load_s=max(at_first.terms.load_s, second.load_s),
+        # Blocks leave as they are finished: what is left then is what travelling takes longer, and the recurrent state.
+        restore_s=at_first.terms.restore_s
+        + max(0.0, travel_s - prefill_s)
+        + link.seconds(first.kv_part_bytes)
+        + RESTORE_FIXED_S,
         prefill_s=prefill_s,
-        decode_s=at_second.terms.decode_s,
-        evict_s=at_first.terms.evict_s + at_second.terms.evict_s,
-        others_s=at_second.terms.others_s,
+        # No prompt of the second's own line comes before this one's tokens, so all of them hold it up a little.
+        decode_s=output * step_s + stalls_s(second, sent_second, 0),
+        evict_s=at_first.terms.evict_s + evict_s(request, second, NOTHING_REUSED),
+        others_s=prefill_costs_others_s(first, first.decoding, missing_tokens, prefill_s)
+        + steps_cost_others_s(second, decoding, output, step_s),
+        fixed_s=at_first.terms.fixed_s,
+        wake_s=at_first.terms.wake_s,
+        drift_s=at_first.terms.drift_s,
     )
-    step_s = second.decode.step_s(second.decoding + 1, second.resident_tokens + request.prompt_tokens)
     return Candidate(
         "pd",
         second.engine_id,
@@ -124,18 +146,25 @@ def prefill_and_decode(
         first.engine_id,
         terms,
         terms.total_s,
-        terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s,
+        # The first draws the first token itself, and the rest of the state leaves behind it.
+        at_first.first_token_s,
         at_first.held_tokens,
         at_first.cached_tokens,
         at_first.restore_from,
         at_first.restore_address,
+        kv_loss,
     )
 
 
 def queue_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
     """Until the engine begins with this prompt: prompts that come before it, and a slot if none is free."""
     before, after = _pending(engine, sent, missing_tokens)
-    waited_s = (before + after / OLDEST_EVERY_CHUNKS) * engine.prefill.token_s if before or after else 0.0
+    waited_s = 0.0
+    if before or after:
+        # Their tokens see each other as well: by what a prompt of their mean length takes.
+        mean = max(1, (before + after) // (len(engine.pending_tokens) + sent.requests))
+        a_token_s = engine.prefill.seconds(0, mean) / mean * engine.drift
+        waited_s = (before + after / OLDEST_EVERY_CHUNKS) * a_token_s
     lacking = 1 + engine.queue_length + sent.requests - engine.free_slots
     if lacking > 0:
         waited_s += lacking * engine.request_s / max(1, engine.slots)
@@ -177,13 +206,24 @@ def evict_s(request: RequestView, engine: EngineView, reuse: Reuse) -> float:
 def others_s(
     engine: EngineView, sent: Sent, output_tokens: int, step_s: float, missing_tokens: int, prefill_s: float
 ) -> float:
-    """What the others lose there, all together: those who decode wait for this prompt and then take longer steps, those whose
-    prompts are longer or who have no slot yet wait for this prompt."""
+    """What the others lose there, all together."""
     decoding = engine.decoding + sent.requests
+    return prefill_costs_others_s(engine, engine.decoding, missing_tokens, prefill_s) + steps_cost_others_s(
+        engine, decoding, output_tokens, step_s
+    )
+
+
+def prefill_costs_others_s(engine: EngineView, decoding: int, missing_tokens: int, prefill_s: float) -> float:
+    """Those who decode wait for this prompt, and those whose prompts are longer or who have no slot yet."""
     later = engine.queue_length
     for tokens in engine.pending_tokens:
         later += tokens > missing_tokens
+    return prefill_s * (decoding + later)
+
+
+def steps_cost_others_s(engine: EngineView, decoding: int, output_tokens: int, step_s: float) -> float:
+    """The steps of those who decode take longer with one more."""
     if not decoding:
-        return prefill_s * later
+        return 0.0
     without_s = engine.decode.step_s(decoding, engine.resident_tokens)
-    return max(0.0, step_s - without_s) * output_tokens * decoding + prefill_s * (engine.decoding + later)
+    return max(0.0, step_s - without_s) * output_tokens * decoding

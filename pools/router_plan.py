@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pools.router_views import Mode
+from pools.router_views import Mode, RunMode
 
 
 class Reason(Enum):
@@ -27,6 +27,10 @@ class Reason(Enum):
     STREAMS = "it does not send or take KV while it computes"
     LINK = "the link between the hosts was never measured"
     PEER = "the peer cannot be reached"
+    SLOT = "the engine that would decode has no free slot now"
+    FIXED = "the request cannot change engines while it runs"
+    UNMEASURED = "what is lost between their quants was never measured"
+    LOSSY = "too much is lost between their quants"
 
 
 class Why(Enum):
@@ -37,11 +41,16 @@ class Why(Enum):
     STAYS = "moving the session would gain too little"
     FORCED = "an operator asked for it"
     ONLY = "no other engine can"
+    WHOLE = "splitting it would gain too little"
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a candidate costs, in seconds; `total_s` is their sum and nothing else."""
+    """What a candidate costs, in seconds; `total_s` is their sum and nothing else.
+
+    `fixed_s`, `wake_s` and `drift_s` are learned from first tokens that came: beside the engine's steps, after idleness, and
+    where the engine is slower (or, below zero, faster) than its rates say.
+    """
 
     queue_s: float = 0.0
     load_s: float = 0.0
@@ -50,11 +59,26 @@ class Terms:
     decode_s: float = 0.0
     evict_s: float = 0.0
     others_s: float = 0.0
+    fixed_s: float = 0.0
+    wake_s: float = 0.0
+    drift_s: float = 0.0
+
+    @property
+    def beside_s(self) -> float:
+        """What the engine's own rates do not tell."""
+        return self.fixed_s + self.wake_s + self.drift_s
 
     @property
     def total_s(self) -> float:
         return (
-            self.queue_s + self.load_s + self.restore_s + self.prefill_s + self.decode_s + self.evict_s + self.others_s
+            self.queue_s
+            + self.load_s
+            + self.restore_s
+            + self.prefill_s
+            + self.decode_s
+            + self.evict_s
+            + self.others_s
+            + self.beside_s
         )
 
 
@@ -63,7 +87,8 @@ class Candidate:
     """One way to answer. `engine_id` decodes; `prefill_engine_id` differs from it in a pd plan only.
 
     `cached_tokens` need no computing there: `held_tokens` of them are on the engine, the rest comes from `restore_from`.
-    `first_token_s` is what is predicted until the first token.
+    `first_token_s` is what is predicted until the first token. `kv_loss` is the KL divergence (nats) that was measured where KV
+    of one quant is read by another, None where both are the same.
     """
 
     mode: Mode
@@ -77,6 +102,7 @@ class Candidate:
     cached_tokens: int = 0
     restore_from: str = ""
     restore_address: str = ""
+    kv_loss: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         terms = {name: round(getattr(self.terms, name), 6) for name in Terms.__slots__}
@@ -94,6 +120,8 @@ class Candidate:
             values["restore_from"] = self.restore_from
         if self.prefill_engine_id != self.engine_id:
             values["prefill_engine_id"] = self.prefill_engine_id
+        if self.kv_loss is not None:
+            values["kv_loss"] = self.kv_loss
         return values
 
 
@@ -121,6 +149,7 @@ class Explanation:
     prompt_tokens: int
     output_tokens: int
     home: int | None = None
+    run_mode: RunMode = "auto"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON for rows, pages and logs."""
@@ -132,6 +161,7 @@ class Explanation:
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "home": self.home,
+            "run_mode": self.run_mode,
         }
 
 
@@ -145,3 +175,4 @@ class Plan:
     resume_from: str = ""
     cached_tokens: int = 0
     first_token_s: float = 0.0
+    kv_loss: float | None = None

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Mode = Literal["solo", "pd", "combined"]
+# auto: by all that a choice costs; fast: by what this request waits, whatever the others lose; concurrency: each request stays
+# on one engine, so that the others have theirs.
+RunMode = Literal["auto", "fast", "concurrency"]
+RUN_MODES: tuple[RunMode, ...] = ("auto", "fast", "concurrency")
 READY = "ready"
 
 
@@ -57,7 +61,10 @@ class EngineView:
 
     `kv_group` names the engines that may share KV ("" none). `idle_tokens` and `idle_s` tell of the conversation that a new
     request would push out of its slot (0: an empty slot is left). `request_s` is how long a request holds a slot on average,
-    `load_s` what must pass before it can serve at all, `chunk_s` a piece of a prompt between two steps of the others.
+    `load_s` what must pass before it can serve at all, `chunk_s` a piece of a prompt between two steps of the others. `variant`
+    names its weights; `kv_token_bytes` and `kv_part_bytes` are a token's KV and a recurrent state as they travel (0: unknown);
+    `streams_kv`: a request may come to it, or leave it, while it runs. First tokens took `fixed_s` beside all that, `drift` times
+    what these rates say, and `wake_s` more because the engine is idle (0: it is not).
     """
 
     engine_id: int
@@ -86,7 +93,13 @@ class EngineView:
     kv_group: str = ""
     resumes: bool = False
     streams_kv: bool = False
+    variant: int = 0
+    kv_token_bytes: float = 0.0
+    kv_part_bytes: float = 0.0
     tenants: frozenset[str] | None = None
+    fixed_s: float = 0.0
+    wake_s: float = 0.0
+    drift: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,8 @@ class PoolView:
     """The pool at one moment.
 
     `held` tells by session which engines hold how many of its tokens, `prefixes` the same by key of a beginning that several
-    sessions may share; `snapshots` what stores hold of a session. `links` are by pair of hosts.
+    sessions may share; `snapshots` what stores hold of a session. `links` are by pair of hosts. `kv_losses` are measured KL
+    divergences (nats) by variants of who prefills and who decodes; a pair of unlike variants above `most_kv_loss` is not used.
     """
 
     engines: tuple[EngineView, ...]
@@ -143,6 +157,8 @@ class PoolView:
     snapshots: Mapping[str, tuple[SnapshotView, ...]] = field(default_factory=dict)
     links: Mapping[tuple[str, str], LinkView] = field(default_factory=dict)
     sent: Mapping[int, Sent] = field(default_factory=dict)
+    kv_losses: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    most_kv_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +167,8 @@ class RequestView:
 
     `prompt_tokens` and `output_tokens` are what is expected, `sure_prompt_tokens` what the prompt has at least where that is a
     guess (0: it is none), `most_output_tokens` what was asked for. `home` is the engine that answered the session last.
-    `allowed_models` None means all. A `background` request is one nobody will go on with.
+    `allowed_models` None means all. A `background` request is one nobody will go on with; one that is not `movable` ends where
+    it began.
     """
 
     model: str
@@ -169,3 +186,5 @@ class RequestView:
     background: bool = False
     force_mode: Mode | None = None
     force_engine: int | None = None
+    run_mode: RunMode = "auto"
+    movable: bool = True

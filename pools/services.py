@@ -12,7 +12,7 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from pools.chat_template import TemplateUnreadable, template_abilities
-from pools.choices import Pooling, Speculation
+from pools.choices import Pooling, RunMode, Speculation
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
 from pools.gguf_header import GgufHeader
@@ -205,12 +205,14 @@ def change_model(
     projector_path: str,
     kv_family: str | None = None,
     shares_kv_family: bool | None = None,
+    most_kv_loss: float | None = None,
+    run_mode: str | None = None,
     loading: LoadingChoices | None = None,
 ) -> bool:
     """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
 
-    None leaves what it stands for as it is. Raises ValueError for defaults that cannot be used, an unknown pooling or
-    speculation, or a template that cannot be read.
+    None leaves what it stands for as it is. Raises ValueError for defaults that cannot be used, an unknown pooling,
+    speculation or run mode, or a template that cannot be read.
     """
     if chat_template:
         template_abilities(chat_template)
@@ -226,6 +228,10 @@ def change_model(
         values["kv_family"] = kv_family
     if shares_kv_family is not None:
         values["shares_kv_family"] = shares_kv_family
+    if most_kv_loss is not None:
+        values["most_kv_loss"] = most_kv_loss
+    if run_mode is not None:
+        values["run_mode"] = RunMode(run_mode)
     if loading is not None:
         values |= asdict(loading)
     with transaction.atomic():

@@ -11,8 +11,8 @@ from unfold.admin import ModelAdmin
 from unfold.forms import ActionForm
 
 from engines.errors import EngineError
-from sessions import lifecycle, services, snapshots
-from sessions.models import ApiKey, ChatSession, Handoff, Snapshot, Turn
+from sessions import kv_losses, lifecycle, services, snapshots
+from sessions.models import ApiKey, ChatSession, Handoff, KvLoss, Snapshot, Turn
 
 
 class NewKeyForm(forms.ModelForm):
@@ -167,6 +167,45 @@ class HandoffAdmin(RecordAdmin):
     date_hierarchy = "created_at"
 
 
+@admin.register(KvLoss)
+class KvLossAdmin(RecordAdmin):
+    """What quants of a family lose to each other: measured while both are served, and anew when a person says so."""
+
+    list_display = [
+        "__str__",
+        "model",
+        "prefill_variant",
+        "decode_variant",
+        "kl_mean",
+        "kl_max",
+        "most",
+        "same",
+        "probe_tokens",
+        "problem",
+        "measured_at",
+    ]
+    list_filter = ["prefill_variant__model"]
+    list_select_related = ["prefill_variant__model", "decode_variant__model"]
+    actions = ["measure_again"]
+
+    @admin.display(description="model", ordering="prefill_variant__model__name")
+    def model(self, loss: KvLoss) -> str:
+        return str(loss.prefill_variant.model.name)
+
+    @admin.display(description="most that is used")
+    def most(self, loss: KvLoss) -> float:
+        return float(loss.prefill_variant.model.most_kv_loss)
+
+    @admin.display(description="same likeliest token")
+    def same(self, loss: KvLoss) -> str:
+        return f"{loss.same_top} of {loss.places}" if loss.places else "not measured"
+
+    @admin.action(description="Measure again")
+    def measure_again(self, request: HttpRequest, chosen: QuerySet[KvLoss]) -> None:
+        count = kv_losses.measure_again(chosen.values_list("pk", flat=True))
+        self.message_user(request, f"{count} are measured again once both quants are served.", messages.SUCCESS)
+
+
 @admin.register(Turn)
 class TurnAdmin(RecordAdmin):
     list_display = [
@@ -174,6 +213,7 @@ class TurnAdmin(RecordAdmin):
         "chat",
         "state",
         "finish_reason",
+        "route",
         "engine",
         "prompt_tokens",
         "cached_tokens",
@@ -182,7 +222,7 @@ class TurnAdmin(RecordAdmin):
         "tokens_per_s",
         "started_at",
     ]
-    list_filter = ["state", "model_name", "engine"]
+    list_filter = ["state", "route", "model_name", "engine"]
     search_fields = ["request_id", "error_code"]
     list_select_related = ["chat", "engine"]
     date_hierarchy = "started_at"

@@ -40,6 +40,7 @@ CHAT = Dialect("/v1/chat/completions", CHAT_FORM, calls.chat_call)
 COMPLETIONS = Dialect("/v1/completions", COMPLETION_FORM, calls.completion_call)
 RESPONSES = Dialect("/v1/responses", RESPONSE_FORM, calls.response_call)
 MESSAGES = Dialect("/v1/messages", MESSAGE_FORM, calls.message_call)
+STREAMED = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)}
 COUNT_TOKENS = _utility("/v1/messages/count_tokens", MESSAGE_FORM)
 EMBEDDINGS = Dialect("/v1/embeddings", USAGE_FORM, calls.gathered_call)
 RERANK = Dialect("/v1/rerank", USAGE_FORM, calls.gathered_call)

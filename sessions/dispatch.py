@@ -20,7 +20,7 @@ from engines.services import EngineEndpoint
 from pools.db import in_db_within
 from pools.router import Routed, route
 from pools.router_plan import Reason
-from pools.router_views import Mode, RequestView, SnapshotView
+from pools.router_views import Mode, RequestView, RunMode, SnapshotView
 from sessions.engine_call import EngineCall
 from sessions.errors import PoolBusy
 from sessions.estimates import Estimates
@@ -28,6 +28,7 @@ from sessions.identity import Identity
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
 from sessions.session_places import SessionPlaces
+from sessions.split_terms import KvLosses, is_movable, run_mode
 
 # How long an engine that came up may wait for its first request while others serve.
 READY_CACHE_S = 1.0
@@ -42,6 +43,21 @@ REQUEST_BUDGET_S = 1800.0
 SURE_SHARE = 0.7
 # Engines whose line a request may join, beside its slots, where an engine has not told its bound.
 USUAL_QUEUE_LIMIT = 64
+
+_NO_SPLIT = frozenset(
+    {
+        Reason.GROUP,
+        Reason.STREAMS,
+        Reason.LINK,
+        Reason.PEER,
+        Reason.SLOT,
+        Reason.FIXED,
+        Reason.UNMEASURED,
+        Reason.LOSSY,
+    }
+)
+# What may keep a request from the form that an operator asked for, and has nothing to do with its length.
+_FORMS = _NO_SPLIT | {Reason.FORCED, Reason.MODE}
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +113,7 @@ class Wishes:
     mode: Mode | None = None
     background: bool = False
     budget_s: float = REQUEST_BUDGET_S
+    run_mode: RunMode | None = None
 
 
 NO_WISHES = Wishes()
@@ -107,7 +124,8 @@ class Dispatched:
     """Where a request goes. `ranked` are all engines that can take it, the chosen one first, and `limits` how many each may have.
 
     `session` is "" for a request that is kept off conversations. `stores` are addresses of other hosts' stores that the engine
-    may read the conversation from.
+    may read the conversation from. `decode` is the engine that takes the request over once its prompt is computed, of
+    `decode_limit` requests at most; None where one engine does all of it.
     """
 
     endpoint: EngineEndpoint
@@ -117,17 +135,26 @@ class Dispatched:
     session: str
     missing_tokens: int
     stores: tuple[str, ...] = ()
+    decode: EngineEndpoint | None = None
+    decode_limit: int = 0
 
     @property
     def mode(self) -> Mode:
-        return self.routed.plan.mode if self.routed.plan is not None else "solo"
+        if self.routed.plan is None or (self.routed.plan.mode == "pd" and self.decode is None):
+            return "solo"
+        return self.routed.plan.mode
+
+    @property
+    def kv_loss(self) -> float | None:
+        """KL divergence (nats) that was measured for the two quants of an answer over two engines; None where they are one."""
+        return self.routed.plan.kv_loss if self.routed.plan is not None else None
 
     def on(self, engine_id: int) -> Dispatched:
         """The same with another of the ranked engines chosen."""
         if engine_id == self.endpoint.engine_id:
             return self
         chosen = next(endpoint for endpoint in self.ranked if endpoint.engine_id == engine_id)
-        return replace(self, endpoint=chosen)
+        return replace(self, endpoint=chosen, decode=None)
 
 
 class Dispatcher:
@@ -139,6 +166,7 @@ class Dispatcher:
         self.hints = PrefixHints()
         self.estimates = Estimates()
         self.places = SessionPlaces()
+        self.kv_losses = KvLosses()
 
     async def choose(
         self, call: EngineCall, identity: Identity, wishes: Wishes = NO_WISHES, without: Sequence[EngineEndpoint] = ()
@@ -155,8 +183,16 @@ class Dispatcher:
         session = identity.key_hash if call.is_conversation and not is_background else ""
         request, held, snapshots = await self._request(call, identity, session, endpoints)
         request = replace(request, background=is_background, **self._forced(wishes, endpoints))
+        if without:
+            # What has failed once is not shared again, whoever asked for that.
+            request = replace(
+                request, movable=False, force_mode=None if request.force_mode == "pd" else request.force_mode
+            )
         prefixes = self.hints.tokens(identity.owner.scope, call.hints.chain)
-        pool = self.board.view(endpoints, held=held, session=session, prefixes=prefixes, snapshots=snapshots)
+        losses = await self.kv_losses.among(endpoints)
+        pool = self.board.view(
+            endpoints, held=held, session=session, prefixes=prefixes, snapshots=snapshots, kv_losses=losses
+        )
         routed = route(request, pool)
         if routed.plan is None and request.force_engine is not None and not wishes.engine_name:
             # Where a person moved the session to cannot take it now.
@@ -180,6 +216,8 @@ class Dispatcher:
             tenant=identity.owner.tenant,
             prefix_keys=("chain",),
             needs=hints.needs,
+            run_mode=run_mode(endpoints),
+            movable=is_movable(call, session),
         )
         if not session:
             return request, {}, ()
@@ -187,11 +225,13 @@ class Dispatcher:
         if recent is not None and any(endpoint.engine_id == recent.engine_id for endpoint in endpoints):
             endpoint = next(endpoint for endpoint in endpoints if endpoint.engine_id == recent.engine_id)
             held = self.board.holds(endpoint, session, since_s=recent.used_s)
-            return (
-                replace(request, home=recent.engine_id),
-                {recent.engine_id: recent.tokens if held is None else held},
-                (),
-            )
+            # One that was pushed out meanwhile stands in a store, as the rows tell.
+            if held != 0:
+                return (
+                    replace(request, home=recent.engine_id),
+                    {recent.engine_id: recent.tokens if held is None else held},
+                    (),
+                )
         told = {endpoint.engine_id: self.board.holds(endpoint, session) for endpoint in endpoints}
         warm = [(tokens, engine_id) for engine_id, tokens in told.items() if tokens]
         if len(hints.chain) <= 1 and not warm:
@@ -217,6 +257,8 @@ class Dispatcher:
             forced["force_engine"] = named
         if wishes.mode is not None:
             forced["force_mode"] = wishes.mode
+        if wishes.run_mode is not None:
+            forced["run_mode"] = wishes.run_mode
         return forced
 
     def _dispatched(
@@ -234,7 +276,9 @@ class Dispatcher:
             # The guess at the prompt's length may be wrong: the engine with the most room judges, and says why.
             endpoint = max(endpoints, key=lambda one: (one.context_tokens, one.engine_id == request.home))
             return Dispatched(endpoint, (endpoint,), (self._limit(endpoint),), routed, session, request.prompt_tokens)
-        chosen = by_id[routed.plan.engine_id]
+        splits = routed.plan.mode == "pd"
+        chosen = by_id[routed.plan.prefill_engine_id if splits else routed.plan.engine_id]
+        decode = by_id[routed.plan.engine_id] if splits else None
         ranked = [chosen]
         for candidate in routed.explanation.candidates:
             endpoint = by_id[candidate.engine_id]
@@ -248,15 +292,21 @@ class Dispatcher:
             session,
             max(1, request.prompt_tokens - routed.plan.cached_tokens),
             _stores(chosen, routed, snapshots),
+            decode,
+            0 if decode is None else self._limit(decode),
         )
 
     def _refuse(self, routed: Routed, request: RequestView, wishes: Wishes) -> None:
         """Raises where no engine can take the request whatever its real length."""
         reasons = {refusal.reason for refusal in routed.explanation.refusals}
-        if reasons and reasons <= {Reason.QUEUE, Reason.FORCED, Reason.MODE}:
+        if reasons and reasons <= {Reason.QUEUE, *_FORMS}:
             if Reason.QUEUE in reasons:
                 raise self.busy(request.model)
-            raise NoEngineReady("No engine can answer in the form that was asked for.", hint="Leave the form open.")
+            why = "; ".join(sorted({reason.value for reason in reasons & _NO_SPLIT}))
+            raise NoEngineReady(
+                f"No engine can answer in the form that was asked for{': ' if why else ''}{why}.",
+                hint="Leave the form open.",
+            )
 
     def busy(self, model: str) -> PoolBusy:
         """All lines are full: until the first place is free."""

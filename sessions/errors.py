@@ -11,6 +11,7 @@ SessionError (an EngineError, whose shape it has)
 ├── SessionUnknown           404  this owner has no conversation of that id
 ├── StreamUnknown            404  no kept stream of this owner has that name
 ├── StreamGap                410  the stream is there, the asked-for events are not any more
+├── StreamTaken              409  another replica of the site reads the resumable stream now
 ├── StreamStopped            409  a resumable stream was stopped before its engine had answered
 ├── SessionBusy              409  a request of the conversation runs
 ├── SessionStays             409  the conversation cannot be parked or moved as it is
@@ -113,6 +114,13 @@ class StreamStopped(SessionError):
     code = "stream_stopped"
     http_status = 409
     error_type = "invalid_request_error"
+
+
+class StreamTaken(SessionError):
+    code = "stream_taken"
+    http_status = 409
+    error_type = "invalid_request_error"
+    hint = "It was asked for at another replica of the site, and is read there."
 
 
 class OperatorsOnly(SessionError):

@@ -60,17 +60,8 @@ class Follower:
         """Whether some engine was about to take the generation in."""
         return bool(self._handoff)
 
-    def without_moves(self, frames: bytes) -> bytes:
-        """Whole frames without those between engine and site."""
-        kept = []
-        for frame in frames.split(b"\n\n"):
-            if frame.startswith(MARK):
-                self._heard(frame)
-            else:
-                kept.append(frame)
-        return b"\n\n".join(kept)
-
-    def _heard(self, frame: bytes) -> None:
+    def heard(self, frame: bytes) -> None:
+        """An event between engine and site: `moving` or `moved`."""
         name, _, data = frame[len(MARK) :].partition(b"\ndata: ")
         handoff = str(json.loads(data)["handoff"])[:MAX_NAME_CHARS]
         self.moved = name == b"moved"

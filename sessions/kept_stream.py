@@ -3,8 +3,8 @@
 A position counts server-sent events from 0: frames with data, the closing [DONE] included, comments (pings) not. So a
 client that has seen N events goes on with `from=N`, whatever library counted them.
 
-All of this is in the memory of one site process: a stream can be resumed, listed and stopped only where it was begun. With
-several replicas a client must come back to the same one, and a site that stops ends its streams.
+All of this is in the memory of one site process. Another replica can take a stream over (`sessions.stream_shelf`), and is then
+the one that reads it; lists show what their own replica reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Literal
 
 from engines.errors import EngineError
-from sessions.errors import StreamGap
+from sessions.errors import StreamGap, StreamTaken
 from sessions.relay import EngineAnswer
 
 PING_S = 10.0
@@ -28,7 +28,7 @@ MAX_STREAM_BYTES = 8 << 20
 MAX_BLOCK_EVENTS = 256
 EVENT_OVERHEAD_BYTES = 64
 
-State = Literal["opening", "running", "done", "failed", "stopped"]
+State = Literal["opening", "running", "done", "failed", "stopped", "taken"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,15 @@ logger = logging.getLogger(__name__)
 class KeptStream:
     """One answer, read by a task of its own into a bounded buffer that any number of readers follow."""
 
-    def __init__(self, request_id: uuid.UUID, scope: str, conversation_id: str, path: str) -> None:
+    def __init__(
+        self, request_id: uuid.UUID, scope: str, conversation_id: str, path: str, *, is_rewritten: bool = False
+    ) -> None:
         self.request_id = request_id
         self.scope = scope
         self.conversation_id = conversation_id
         self.path = path
+        # Its events come once more, up to those that the client has had from another replica.
+        self.is_rewritten = is_rewritten
         self.created_at = time.time()
         self.state: State = "opening"
         self.answer: EngineAnswer | None = None
@@ -111,6 +115,8 @@ class KeptStream:
                     position += len(block)
                     yield b"".join(block)
                 elif self.is_over:
+                    if self.state == "taken" and self.answer is not None:
+                        yield self.answer.lost_frame(StreamTaken("The stream is read at another replica."))
                     return
                 elif not await self._told(PING_S):
                     yield b": ping\n\n"

@@ -146,7 +146,7 @@ class LeaseDesk:
             for _ in range(RELEASE_TRIES):
                 while self._done:
                     done, self._done = self._done, []
-                    if not await self._written(leases.release, done):
+                    if not await self._written(leases.release, done, self.owner):
                         # The sweep would see to them too, but a place must not stand empty so long.
                         self._done += done
                         await asyncio.sleep(RELEASE_PAUSE_S)

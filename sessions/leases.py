@@ -69,9 +69,9 @@ def arguments(wanted: Wanted) -> list[object]:
     ]
 
 
-def release(request_ids: Sequence[uuid.UUID]) -> int:
-    """Give places back; returns how many were still leased."""
-    return SlotLease.objects.filter(pk__in=request_ids).delete()[0]
+def release(request_ids: Sequence[uuid.UUID], owner: str) -> int:
+    """Give places of this owner back; returns how many were still leased."""
+    return SlotLease.objects.filter(pk__in=request_ids, owner=owner).delete()[0]
 
 
 def prolong(request_ids: Sequence[uuid.UUID]) -> int:

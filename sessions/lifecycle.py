@@ -25,7 +25,7 @@ from sessions import handoffs, services, snapshots
 from sessions.choices import HandoffState
 from sessions.errors import EngineRefused, SessionBusy, SessionStays, SessionUnknown
 from sessions.handoffs import HandoffView
-from sessions.relay import dispatcher
+from sessions.relayed_request import dispatcher
 from sessions.services import SessionDetail
 from sessions.snapshots import SnapshotView
 

@@ -193,3 +193,34 @@ class Handoff(models.Model):
 
     def __str__(self) -> str:
         return f"handoff {self.pk}"
+
+
+class KvLoss(models.Model):
+    """What is lost where one quant of a model goes on with KV that another one computed.
+
+    The KL divergence (nats) of the next token's distribution over that KV from the one over the decoder's own, at `places` of a
+    probe text, of which `same_top` had the same likeliest token. Only `sessions.kv_losses` writes these rows; `tried_at` is when
+    somebody last began to measure.
+    """
+
+    prefill_variant = models.ForeignKey("pools.Variant", on_delete=models.CASCADE, related_name="+")
+    decode_variant = models.ForeignKey("pools.Variant", on_delete=models.CASCADE, related_name="+")
+    kl_mean = models.FloatField(null=True, blank=True)
+    kl_max = models.FloatField(null=True, blank=True)
+    places = models.PositiveSmallIntegerField(default=0)
+    same_top = models.PositiveSmallIntegerField(default=0)
+    probe_tokens = models.PositiveIntegerField(default=0)
+    problem = models.CharField(max_length=300, blank=True, help_text="Why it could not be measured.")
+    tried_at = models.DateTimeField(null=True, blank=True)
+    measured_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["prefill_variant", "decode_variant"]
+        verbose_name = "KV loss"
+        verbose_name_plural = "KV losses"
+        constraints = [
+            models.UniqueConstraint(fields=["prefill_variant", "decode_variant"], name="one_kv_loss_per_pair"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.prefill_variant_id} → {self.decode_variant_id}"

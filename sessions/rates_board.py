@@ -10,18 +10,26 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from engines.client import EngineClient
 from engines.errors import EngineUnreachable
 from engines.rates_view import EngineRates
 from engines.services import EngineEndpoint
+from pools.router_plan import Candidate
 from pools.router_views import DecodeRates, EngineView, LinkView, PoolView, PrefillFit, Sent, SnapshotView
+from sessions.first_tokens import ASLEEP_S, USUAL_FIXED_S, FirstTokens
 
 FRESH_S = 1.0
 # An engine that was never asked is worth waiting for a little: its first requests would go by guesses else.
 FIRST_WAIT_S = 0.3
+# One whose rates are of another time (see STALE_S) tells quickly how it stands now, or the old ones must do.
+AGAIN_WAIT_S = 0.05
+# From its choice until its engine counts it a request takes so long: rates that were asked for meanwhile do not know it.
+ON_ITS_WAY_S = 0.1
 # A host that is silent must not be asked again by every request.
 RETRY_S = 2.0
 # Rates that are older tell of another time: slots count as this process sees them.
@@ -37,13 +45,18 @@ NETWORK = LinkView(1e8, 0.001)
 # How much the newest word of an engine counts, among those of its host.
 LINK_WEIGHT = 0.5
 MAX_LINKS = 4096
+# How much an engine's newest answer counts in what requests cost beside their steps on engines that are new.
+FIXED_WEIGHT = 0.05
+# Somebody else's work stood before an answer that waited for more than this, and more than this share of its first token.
+OTHERS_WAIT_S, OTHERS_WAIT_SHARE = 0.05, 0.3
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Known:
-    """An engine's rates and when they were taken; what was sent to it since, and how many requests of this process run there."""
+    """An engine's rates and when they were taken; what was sent to it since, and how many requests of this process run there;
+    when it was seen at work, and what its first tokens took."""
 
     rates: EngineRates | None = None
     taken_s: float = float("-inf")
@@ -51,6 +64,19 @@ class _Known:
     asking: asyncio.Task[None] | None = None
     sent: list[tuple[float, int]] = field(default_factory=list)
     running: int = 0
+    worked_s: float = float("-inf")
+    first_tokens: FirstTokens = field(default_factory=FirstTokens)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What an answer told: tokens of its prompt, how many of them were there already, and seconds from its arrival at the site to
+    its first token, of which it stood in the engine's line for `queue_s`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_s: float
+    queue_s: float = 0.0
 
 
 class RatesBoard:
@@ -60,11 +86,16 @@ class RatesBoard:
         self._known: dict[tuple[int, str], _Known] = {}
         # From a store's address to a host, by what that host's engines have told; outlives those engines.
         self._link_speeds: dict[tuple[str, str], float] = {}
+        # From host to host, as split requests have shown.
+        self._move_speeds: dict[tuple[str, str], float] = {}
+        self._usual_fixed_s = USUAL_FIXED_S
 
     async def look(self, endpoints: Sequence[EngineEndpoint]) -> None:
-        """Have what is old asked for again; waits only for engines that have never answered, FIRST_WAIT_S at most."""
+        """Have what is old asked for again; waits only for engines that have never answered, FIRST_WAIT_S at most, and for those
+        whose rates are of another time, AGAIN_WAIT_S."""
         now = time.monotonic()
         first: list[asyncio.Task[None]] = []
+        again: list[asyncio.Task[None]] = []
         for endpoint in endpoints:
             known = self._of(endpoint)
             if known.asking is None and now - known.taken_s >= FRESH_S and now - known.asked_s >= _pause_s(known):
@@ -72,8 +103,10 @@ class RatesBoard:
                 known.asking = asyncio.create_task(self._ask(endpoint, known), name=f"rates-{endpoint.name}")
                 if known.taken_s == float("-inf"):
                     first.append(known.asking)
-        if first:
-            await asyncio.wait(first, timeout=FIRST_WAIT_S)
+                elif now - known.taken_s > STALE_S:
+                    again.append(known.asking)
+        if first or again:
+            await asyncio.wait(first + again, timeout=FIRST_WAIT_S if first else AGAIN_WAIT_S)
 
     def view(
         self,
@@ -83,8 +116,10 @@ class RatesBoard:
         session: str,
         prefixes: dict[int, int],
         snapshots: tuple[SnapshotView, ...] = (),
+        kv_losses: Mapping[tuple[int, int], float] = MappingProxyType({}),
     ) -> PoolView:
-        """The pool as the router takes it. `held` and `prefixes` are what is known of this session beside the engines' word."""
+        """The pool as the router takes it. `held` and `prefixes` are what is known of this session beside the engines' word,
+        `kv_losses` what is lost between quants."""
         on_engines = dict(held)
         for endpoint in endpoints:
             rates = self._of(endpoint).rates
@@ -96,9 +131,19 @@ class RatesBoard:
             held={session: on_engines},
             prefixes={"chain": prefixes},
             snapshots={session: snapshots},
-            links=self._links(endpoints, snapshots),
+            links=self._links(endpoints, snapshots) | self._pairs(endpoints),
             sent={endpoint.engine_id: self._sent(endpoint) for endpoint in endpoints},
+            kv_losses=kv_losses,
+            most_kv_loss=max((endpoint.most_kv_loss for endpoint in endpoints), default=0.0),
         )
+
+    def moved(self, source_host: str, target_host: str, bytes_per_s: float) -> None:
+        """A state went from an engine of one host to one of another, or of the same."""
+        key = (source_host, target_host)
+        old = self._move_speeds.pop(key, bytes_per_s)
+        self._move_speeds[key] = old + LINK_WEIGHT * (bytes_per_s - old)
+        if len(self._move_speeds) > MAX_LINKS:
+            del self._move_speeds[next(iter(self._move_speeds))]
 
     def holds(self, endpoint: EngineEndpoint, session: str, since_s: float = float("-inf")) -> int | None:
         """Tokens of the session there; None where the engine has not told lately, or not since `since_s` (monotonic)."""
@@ -125,11 +170,29 @@ class RatesBoard:
         """A request goes there that has so many tokens to compute."""
         known = self._of(endpoint)
         known.running += 1
+        known.worked_s = time.monotonic()
         known.sent.append((time.monotonic(), missing_tokens))
 
     def leave(self, endpoint: EngineEndpoint) -> None:
         known = self._of(endpoint)
         known.running = max(0, known.running - 1)
+        known.worked_s = time.monotonic()
+
+    def answered(self, endpoint: EngineEndpoint, chosen: Candidate, guessed_tokens: int, told: Answered) -> None:
+        """A request that was sent there by `chosen`, with a prompt guessed at `guessed_tokens`, had its first token."""
+        known, terms = self._of(endpoint), chosen.terms
+        if known.rates is None or chosen.mode != "solo" or terms.queue_s or terms.load_s:
+            return
+        if not terms.restore_s and told.queue_s > max(OTHERS_WAIT_S, OTHERS_WAIT_SHARE * told.first_token_s):
+            return
+        fit = PrefillFit(known.rates.prefill_token_s, known.rates.prefill_pair_s)
+        guessed_s = fit.seconds(chosen.cached_tokens, guessed_tokens)
+        # By what was then computed, so that a wrong guess at a prompt is not taken for a slow engine.
+        computed_s = fit.seconds(told.cached_tokens, told.prompt_tokens)
+        stretched = max(1.0, terms.prefill_s / guessed_s) if guessed_s > 0 else 1.0
+        besides_s = chosen.first_token_s - terms.prefill_s - terms.beside_s
+        known.first_tokens.note(computed_s * stretched + besides_s, told.first_token_s, asleep=terms.wake_s > 0)
+        self._usual_fixed_s += FIXED_WEIGHT * (known.first_tokens.now.fixed_s - self._usual_fixed_s)
 
     def running(self, endpoint: EngineEndpoint) -> int:
         return self._of(endpoint).running
@@ -145,7 +208,7 @@ class RatesBoard:
         if known is None:
             if len(self._known) >= MAX_ENGINES:
                 self._known = {place: one for place, one in self._known.items() if one.running or one.asking}
-            known = self._known[_place(endpoint)] = _Known()
+            known = self._known[_place(endpoint)] = _Known(first_tokens=FirstTokens(self._usual_fixed_s))
         return known
 
     async def _ask(self, endpoint: EngineEndpoint, known: _Known) -> None:
@@ -158,7 +221,9 @@ class RatesBoard:
         else:
             self._learn_links(endpoint.host_name, known.rates, rates)
             known.rates, known.taken_s = rates, time.monotonic()
-            known.sent = [entry for entry in known.sent if entry[0] > asked_s]
+            known.sent = [entry for entry in known.sent if entry[0] > asked_s - ON_ITS_WAY_S]
+            if rates.decoding or rates.pending_tokens:
+                known.worked_s = known.taken_s
         finally:
             known.asking = None
 
@@ -187,7 +252,7 @@ class RatesBoard:
     def _engine_view(self, endpoint: EngineEndpoint) -> EngineView:
         known = self._of(endpoint)
         features = frozenset({"text", "vision"} if endpoint.sees_images else {"text"})
-        rates = known.rates
+        rates, beside = known.rates, known.first_tokens.now
         if rates is None:
             return EngineView(
                 endpoint.engine_id,
@@ -202,6 +267,7 @@ class RatesBoard:
                 free_slots=endpoint.slots,
                 request_s=1.0,
                 features=features,
+                fixed_s=beside.fixed_s,
             )
         return EngineView(
             endpoint.engine_id,
@@ -226,6 +292,13 @@ class RatesBoard:
             features=features,
             kv_group=rates.kv_group,
             resumes=bool(rates.kv_group),
+            streams_kv=rates.streams_kv,
+            variant=endpoint.variant_id,
+            kv_token_bytes=rates.kv_token_bytes,
+            kv_part_bytes=rates.kv_part_bytes,
+            fixed_s=beside.fixed_s,
+            wake_s=beside.wake_s if time.monotonic() - known.worked_s > ASLEEP_S else 0.0,
+            drift=beside.drift,
         )
 
     def _links(
@@ -242,6 +315,32 @@ class RatesBoard:
                     else self._network(snapshot.address, endpoint.host_name)
                 )
         return links
+
+    def _pairs(self, endpoints: Sequence[EngineEndpoint]) -> dict[tuple[str, str], LinkView]:
+        """Between the engines' hosts: as moves have shown, else as states come in from memory or from that host's store."""
+        told = [(endpoint, rates) for endpoint in endpoints if (rates := self._of(endpoint).rates) and rates.streams_kv]
+        links: dict[tuple[str, str], LinkView] = {}
+        for source, _ in told:
+            address = urlsplit(source.base_url).hostname or ""
+            for target, rates in told:
+                key = (source.host_name, target.host_name)
+                if key in links or source is target:
+                    continue
+                moved = self._move_speeds.get(key, 0.0)
+                if key[0] == key[1]:
+                    links[key] = LinkView(moved or rates.restore_bytes_per_s or MEMORY_BYTES_PER_S)
+                elif speed := moved or self._read_from(address, target.host_name):
+                    links[key] = LinkView(speed, NETWORK.latency_s)
+        return links
+
+    def _read_from(self, address: str, host_name: str) -> float | None:
+        """How fast anything at that address was read there, whatever its port."""
+        found = (
+            speed
+            for (place, reader), speed in self._link_speeds.items()
+            if reader == host_name and place.rpartition(":")[0].strip("[]") == address
+        )
+        return next(found, None)
 
 
 def _place(endpoint: EngineEndpoint) -> tuple[int, str]:

@@ -42,11 +42,13 @@ class TurnStart:
     explanation: dict[str, Any] | None = None
     predicted_first_token_s: float | None = None
     request_bytes: int = 0
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """How a request ended. Token counts are the engine's own, 0 where it did not get to tell them."""
+    """How a request ended. Token counts are the engine's own, 0 where it did not get to tell them. `route` is the form in which
+    it was answered in the end, `split` what became of an answer over two engines."""
 
     state: str
     engine_id: int
@@ -60,6 +62,8 @@ class TurnEnd:
     first_token_s: float | None = None
     tokens_per_s: float | None = None
     answer_bytes: int = 0
+    route: str = "solo"
+    split: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ def begin_turn(start: TurnStart) -> int:
     if not start.is_background:
         latest |= {"engine_id": start.engine_id, "wanted_engine_id": None}
     with transaction.atomic():
+        if start.resumed and (turn_id := _resumed_turn(start)):
+            return turn_id
         chat, _ = ChatSession.objects.get_or_create(
             key_hash=start.identity.key_hash,
             defaults={
@@ -142,13 +148,25 @@ def begin_turn(start: TurnStart) -> int:
     return turn.pk
 
 
+def _resumed_turn(start: TurnStart) -> int | None:
+    """The turn that another replica of the site began, running again; None where it never wrote it."""
+    turns = Turn.objects.filter(request_id=start.request_id, chat__key_hash=start.identity.key_hash)
+    turns.exclude(state=TurnState.DONE).update(
+        state=TurnState.RUNNING, engine_id=start.engine_id, error_code="", ended_at=None
+    )
+    return turns.values_list("pk", flat=True).first()
+
+
 def end_turn(turn_id: int, end: TurnEnd) -> bool:
     """Write how a request ended and add its tokens to its conversation; False when it had already ended."""
     touch(end.engine_id)
     now = timezone.now()
-    values = {name: value for name, value in vars(end).items() if name != "state"}
+    values = {name: value for name, value in vars(end).items() if name not in ("state", "split")}
     with transaction.atomic():
         running = Turn.objects.filter(pk=turn_id, state=TurnState.RUNNING)
+        if end.split is not None:
+            explanation = running.values_list("explanation", flat=True).first() or {}
+            values["explanation"] = {**explanation, "split": end.split}
         if not running.update(state=end.state, ended_at=now, **values):
             return False
         chat_id, is_background = Turn.objects.values_list("chat_id", "is_background").get(pk=turn_id)

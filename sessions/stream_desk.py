@@ -6,15 +6,22 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from engines.errors import EngineError
+from sessions.dialects import STREAMED
 from sessions.engine_call import EngineCall
 from sessions.errors import StreamStopped, StreamUnknown, TooManyStreams
-from sessions.identity import Identity
+from sessions.identity import Identity, Owner
 from sessions.kept_stream import KeptStream
 from sessions.per_loop import PerLoop
-from sessions.relay import ask_engine
+from sessions.relay import EngineAnswer, ask_engine, resume
+from sessions.stream_journal import StreamJournal
+from sessions.stream_shelf import Shelved, StreamShelf, Taken
+
+MAX_NAME_CHARS = 256
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +44,8 @@ class StreamDesk:
         self._bounds = bounds
         self._streams: dict[uuid.UUID, KeptStream] = {}
         self._tasks: dict[uuid.UUID, asyncio.Task[None]] = {}
+        self._shelf = StreamShelf()
+        self._taking = asyncio.Lock()
 
     async def begin(self, call: EngineCall, identity: Identity, conversation_id: str) -> KeptStream:
         """Have a request answered into a kept stream, and return that once the engine has taken it.
@@ -50,12 +59,71 @@ class StreamDesk:
             await self.stop(former)
         self._admit(scope)
         stream = KeptStream(uuid.uuid4(), scope, conversation_id, call.dialect.path)
+        about = Shelved(
+            str(stream.request_id), identity.key_hash, conversation_id, call.dialect.path, round(stream.created_at, 3)
+        )
+        await self._open(stream, about, call.raw, partial(ask_engine, call, identity, request_id=stream.request_id))
+        return stream
+
+    async def found(self, owner: Owner, name: str) -> KeptStream:
+        """As `find`; a stream that another replica reads is read here from now on. Raises StreamUnknown, and as `resume`."""
+        try:
+            return self.find(owner.scope, name)
+        except StreamUnknown:
+            # One at a time: a client that asks twice must not take it twice.
+            async with self._taking:
+                try:
+                    return self.find(owner.scope, name)
+                except StreamUnknown:
+                    taken = await self._shelf.take(owner.scope, name[:MAX_NAME_CHARS])
+                    if taken is None:
+                        raise
+                    return await self._rewritten(owner, taken)
+
+    async def _rewritten(self, owner: Owner, taken: Taken) -> KeptStream:
+        about, request_id = taken.about, uuid.UUID(taken.about.request_id)
+        call = STREAMED[about.path].read(taken.body)
+        journal = StreamJournal(taken.journal)
+        self._admit(owner.scope)
+        stream = KeptStream(request_id, owner.scope, about.conversation_id, about.path, is_rewritten=True)
+        stream.created_at = about.created_at
+        elapsed_s = max(0.0, time.time() - about.created_at)
+        identity = Identity(owner, about.key_hash)
+        ask = partial(resume, call, identity, request_id, journal, elapsed_s)
+        await self._open(stream, about, taken.body, ask, taken.number)
+        return stream
+
+    async def _open(
+        self,
+        stream: KeptStream,
+        about: Shelved,
+        body: bytes,
+        ask: Callable[[], Awaitable[EngineAnswer]],
+        number: int = 0,
+    ) -> None:
+        """Have `ask`'s answer read into the stream; returns once the engine has taken the request."""
         self._streams[stream.request_id] = stream
-        task = asyncio.create_task(self._fill(stream, call, identity), name=f"stream-{stream.request_id}")
+
+        async def asked() -> EngineAnswer:
+            answer = await ask()
+            lost = partial(self._taken, stream)
+            self._shelf.keep(stream.request_id, stream.scope, about, body, answer.journal, lost, number)
+            return answer
+
+        task = asyncio.create_task(self._fill(stream, asked), name=f"stream-{stream.request_id}")
         self._tasks[stream.request_id] = task
         task.add_done_callback(lambda ended: self._settle(stream, ended))
         await asyncio.shield(stream.opened)
-        return stream
+
+    def _taken(self, stream: KeptStream) -> None:
+        """Another replica reads it now."""
+        logger.info("stream %s was taken over by another replica", stream.request_id)
+        stream.end("taken")
+        if stream.answer is not None:
+            stream.answer.hand_over()
+        task = self._tasks.get(stream.request_id)
+        if task is not None:
+            task.cancel()
 
     def find(self, scope: str, name: str) -> KeptStream:
         """The owner's stream with this request id, else the last one of this conversation. Raises StreamUnknown."""
@@ -65,7 +133,7 @@ class StreamDesk:
             stream = None
         if stream is None or stream.scope != scope:
             stream = self._named(scope, name)
-        if stream is None:
+        if stream is None or stream.state == "taken":
             raise StreamUnknown(f"There is no stream {name[:128]!r}.")
         return stream
 
@@ -75,6 +143,12 @@ class StreamDesk:
 
     async def stop(self, stream: KeptStream) -> None:
         """End the request at its engine; what came so far is kept as long as any ended stream. Safe to call again."""
+        is_running = not stream.is_over
+        await self._ended(stream)
+        if is_running:
+            await self._shelf.forget(stream.scope, stream.request_id)
+
+    async def _ended(self, stream: KeptStream) -> None:
         stream.end("stopped")
         task = self._tasks.get(stream.request_id)
         if task is not None:
@@ -82,14 +156,15 @@ class StreamDesk:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """Stop all streams; for a site that is about to end."""
+        """End all streams; for a site that is about to stop. Another replica can go on with them."""
         for stream in list(self._streams.values()):
-            await self.stop(stream)
+            await self._ended(stream)
+        await self._shelf.close()
 
-    async def _fill(self, stream: KeptStream, call: EngineCall, identity: Identity) -> None:
+    async def _fill(self, stream: KeptStream, ask: Callable[[], Awaitable[EngineAnswer]]) -> None:
         """Read the answer into the stream to its end, to `stop`, or until nobody has read it for long."""
         try:
-            answer = await ask_engine(call, identity, request_id=stream.request_id)
+            answer = await ask()
             try:
                 stream.begin(answer)
                 async for frames in answer.raw():
@@ -101,6 +176,7 @@ class StreamDesk:
                         return
                 stream.end("done" if answer.is_finished else "failed")
             finally:
+                self._shelf.end(stream.request_id)
                 await answer.aclose()
         except EngineError as error:
             self._streams.pop(stream.request_id, None)

@@ -12,7 +12,7 @@ from django.conf import settings
 
 from engines import store_rows
 from engines.errors import EngineError
-from sessions import handoffs, leases, services, snapshots
+from sessions import handoffs, kv_losses, kv_measuring, leases, services, snapshots
 
 SWEEP_EXPIRES_S = 12.0
 
@@ -101,3 +101,12 @@ def sweep_handoffs() -> None:
     """Give up moves that nobody began, and ask after those whose task died."""
     for handoff_id in handoffs.stuck():
         async_to_sync(handoffs.run)(handoff_id)
+
+
+@shared_task(ignore_result=True)
+def measure_kv_loss() -> None:
+    """Measure what is lost between two quants of a family that are served now and were not measured: one pair a time."""
+    for pair in kv_losses.due():
+        if kv_losses.claim(pair):
+            async_to_sync(kv_measuring.measure)(pair)
+            return

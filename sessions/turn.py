@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 import time
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from django.db import Error as DatabaseError
 
@@ -21,7 +22,11 @@ from sessions import services
 from sessions.answer_form import AnswerFacts
 from sessions.choices import TurnState
 from sessions.dialects import Dialect
+from sessions.rates_board import Answered
 from sessions.services import TurnEnd, TurnStart
+
+if TYPE_CHECKING:
+    from sessions.split import Split
 
 WRITE_TIMEOUT_S = 10.0
 # The write would contend with the first token for the interpreter; nobody misses a row that is this young.
@@ -39,6 +44,7 @@ class TurnRecord:
     def __init__(self, start: TurnStart, arrived_s: float, dialect: Dialect) -> None:
         self._start = start
         self.engine_id = start.engine_id
+        self.split: Split | None = None
         self._arrived_s = arrived_s
         self._form = dialect.form
         self._facts = AnswerFacts()
@@ -72,6 +78,15 @@ class TurnRecord:
         if isinstance(values, dict):
             self._form.note(values, self._facts)
 
+    async def begun(self) -> None:
+        """Returns once the turn's start is written, or could not be."""
+        if self._begun is not None:
+            await asyncio.wait((self._begun,))
+
+    def hand_over(self) -> None:
+        """Another replica writes the end."""
+        self._ended = True
+
     def mark(self, name: str) -> None:
         """Note that something happened now; of things that happen twice the last counts."""
         self._marks[name] = time.monotonic() - self._arrived_s
@@ -89,6 +104,13 @@ class TurnRecord:
     def cached_tokens(self) -> int:
         return self._facts.cached_tokens
 
+    def answered(self) -> Answered | None:
+        """What the answer told of its first token; None where it did not."""
+        outcome = self._outcome(TurnState.DONE, "")
+        if not self.is_finished or outcome.first_token_s is None or not outcome.prompt_tokens:
+            return None
+        return Answered(outcome.prompt_tokens, outcome.cached_tokens, outcome.first_token_s, outcome.queue_s or 0.0)
+
     @property
     def is_finished(self) -> bool:
         """Whether the engine said how the answer ended."""
@@ -104,8 +126,17 @@ class TurnRecord:
             return None
         self._ended = True
         outcome = self._outcome(state, error_code)
+        if self.split is not None and self._begun is not None:
+            return _keep(self._end_split(self.split, self._begun, outcome))
         self._tell(outcome)
         return _keep(self._write_end(self._begun, outcome)) if self._begun else None
+
+    async def _end_split(self, split: Split, begun: asyncio.Task[Any], outcome: TurnEnd) -> None:
+        """An answer can be over before it is known how it came to its second engine."""
+        await split.settled()
+        outcome = replace(outcome, route="solo" if split.fell_back else "pd", split=split.to_dict())
+        self._tell(outcome)
+        await self._write_end(begun, outcome)
 
     def _tell(self, outcome: TurnEnd) -> None:
         """One event with all times (seconds since the request arrived), tokens and bytes."""
@@ -119,13 +150,14 @@ class TurnRecord:
             "model": start.model_name,
             "engine": self._engine_name,
             "node": self._node,
-            "route": start.route,
+            "route": outcome.route,
             "why": explanation.get("why"),
             "background": start.is_background,
             "predicted_first_token_s": start.predicted_first_token_s,
             **{name: round(at_s, 6) for name, at_s in self._marks.items()},
             "request_bytes": start.request_bytes,
-            **{name: value for name, value in vars(outcome).items() if name != "engine_id"},
+            **{name: value for name, value in vars(outcome).items() if name not in ("engine_id", "split")},
+            **({"split": outcome.split} if outcome.split is not None else {}),
             **{name: value for name, value in self._facts.timings.items() if name.endswith("_ms")},
         }
         timeline.info(json.dumps(event))
@@ -146,6 +178,7 @@ class TurnRecord:
             first_token_s=self._first_token_s if self._first_token_s is not None else self._engines_first_token_s(),
             tokens_per_s=float(rate) if isinstance(rate, int | float) else None,
             answer_bytes=self._bytes,
+            route=self._start.route,
         )
 
     def _engines_first_token_s(self) -> float | None:

@@ -81,12 +81,14 @@ def event(value: Mapping[str, Any]) -> bytes:
 class ChatAnswer:
     """Builds the objects of one answer: chunks of a stream, or the whole completion. `form` says how its text is read."""
 
-    def __init__(self, request_id: str, model_name: str, vocabulary: Vocabulary, form: ChatFormat) -> None:
+    def __init__(
+        self, request_id: str, model_name: str, vocabulary: Vocabulary, form: ChatFormat, created: int | None = None
+    ) -> None:
         self._form = form
         self._vocabulary = vocabulary
         self._head = {
             "id": f"chatcmpl-{request_id}",
-            "created": int(time.time()),
+            "created": int(time.time()) if created is None else created,
             "model": model_name,
             "system_fingerprint": "hydra",
         }
@@ -106,7 +108,7 @@ class ChatAnswer:
         """The events that a piece of a stream becomes."""
         output = self._outputs.get(piece.choice)
         if output is None:
-            output = self._outputs[piece.choice] = ChatOutput(self._form)
+            output = self._outputs[piece.choice] = ChatOutput(self._form, piece.choice)
         frames = []
         if piece.prompt_done_tokens is not None:
             frames.append(event(self._progress(piece.prompt_done_tokens, generation)))
@@ -186,7 +188,7 @@ class ChatAnswer:
         """The completion object from all pieces of each choice, the last of which carries reason and stats."""
         choices, stats, reasoned = [], [], 0
         for index, parts in sorted(pieces.items()):
-            output = ChatOutput(self._form)
+            output = ChatOutput(self._form, index)
             message = _message([output.feed("".join(part.text for part in parts)), output.finish()], self._form)
             reasoned += reasoning_tokens(output, generations[index], self._vocabulary)
             entries = [entry for part in parts for entry in part.logprobs]

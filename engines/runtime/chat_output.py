@@ -6,6 +6,7 @@ calls in any order. Markers never leave in part. What comes out depends on the t
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -42,7 +43,8 @@ class ChatFormat:
 
     `functions` are those that may be called, with the schemas of their parameters; without any, calls are text.
     `opens_thought`: the text begins inside a block of reasoning. `splits_reasoning`: reasoning leaves by its own name,
-    `reasoning_field`, and without its markers; else it stays in the content as it was written.
+    `reasoning_field`, and without its markers; else it stays in the content as it was written. With a `call_seed` the same text
+    gives its calls the same ids again.
     """
 
     functions: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class ChatFormat:
     parallel_calls: bool = True
     bare_functions: bool = False
     reasoning_field: str = "reasoning_content"
+    call_seed: str = ""
 
     @classmethod
     def of(cls, request: ChatRequest, prompt: Prompt) -> ChatFormat:
@@ -100,8 +103,9 @@ class ChatOutput:
     those of the text, markers included, up to the end of the reasoning.
     """
 
-    def __init__(self, form: ChatFormat = PLAIN) -> None:
+    def __init__(self, form: ChatFormat = PLAIN, choice: int = 0) -> None:
         self._form = form
+        self._choice = choice
         self._markers = (CALL, FUNCTION) if form.bare_functions else (CALL,)
         self._buffer = ""
         self._state: Callable[[bool], bool] = self._begin
@@ -202,7 +206,10 @@ class ChatOutput:
         if not final:
             self._searched = max(0, len(self._buffer) - len(END_THINK))
             return False
-        behind = ChatOutput(ChatFormat(self._form.functions, parallel_calls=self._form.parallel_calls))
+        form = ChatFormat(
+            self._form.functions, parallel_calls=self._form.parallel_calls, call_seed=self._form.call_seed
+        )
+        behind = ChatOutput(form, self._choice)
         parts = (behind.feed(self._buffer), behind.finish())
         if behind.is_broken or not behind.call_count:
             self._reason(len(self._buffer))
@@ -296,10 +303,16 @@ class ChatOutput:
         self._parser = head.parser
         self.call_count += 1
         if self._is_wanted:
-            index, identity = self.call_count - 1, f"call_{secrets.token_hex(12)}"
-            self._out.calls.append(ToolCallDelta(index, identity, head.name, head.arguments))
+            index = self.call_count - 1
+            self._out.calls.append(ToolCallDelta(index, self._call_id(index), head.name, head.arguments))
         self._state = self._call if self._parser else self._behind_call
         return True
+
+    def _call_id(self, index: int) -> str:
+        seed = self._form.call_seed
+        if not seed:
+            return f"call_{secrets.token_hex(12)}"
+        return f"call_{hashlib.sha256(f'{seed} {self._choice} {index}'.encode()).hexdigest()[:24]}"
 
     @property
     def _is_wanted(self) -> bool:

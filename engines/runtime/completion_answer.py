@@ -31,6 +31,7 @@ class CompletionAnswer:
         choices_per_prompt: int,
         with_logprobs: bool,
         with_usage: bool,
+        created: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._echoes = echoes
@@ -41,7 +42,7 @@ class CompletionAnswer:
         self._head = {
             "id": f"cmpl-{identity}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": int(time.time()) if created is None else created,
             "model": model_name,
             "system_fingerprint": "hydra",
         }

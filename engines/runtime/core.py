@@ -241,7 +241,7 @@ class EngineCore(threading.Thread):
             return
         running = Counter(slot.generation.owner for slot in self.cache.slots if slot.generation)
         for generation in self._waiting.in_order(running):
-            raw_logits = not self.config.samples_on_device or generation.needs_raw_logits(self.config.device_candidates)
+            raw_logits = self.wants_raw_logits(generation)
             if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self.cache.slots):
                 self.metrics.wait_steps.labels("slot").inc()
                 continue
@@ -263,6 +263,10 @@ class EngineCore(threading.Thread):
             if slot is not None and not self.landing.takes(generation, slot, source):
                 self._start(generation, slot, source)
 
+    def wants_raw_logits(self, generation: Generation) -> bool:
+        """Which kind of slot it needs."""
+        return not self.config.samples_on_device or generation.needs_raw_logits(self.config.device_candidates)
+
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
         self._waiting.remove(generation)
         generation.cuts = [cut for cut in generation.cuts if cut >= self.cache.checkpoint_min_tokens]
@@ -280,7 +284,8 @@ class EngineCore(threading.Thread):
             self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
         if generation.sampler is None:
             generation.sampler = Sampler(generation.params, self.loaded, generation.constraint)
-            generation.sampler.see_prompt(generation.prompt_text_tokens)
+            generation.sampler.see_prompt(generation.seen_by_penalties)
+            generation.sampler.skip(generation.draws)
 
     def _yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
@@ -384,6 +389,10 @@ class EngineCore(threading.Thread):
         """Makes and sends the text of all tokens drawn so far."""
         self._outbox.write()
         self._outbox.send()
+
+    def stands_in_line(self, generation: Generation) -> bool:
+        """Whether it waits for a slot, or for its prefix to come in."""
+        return generation in self._waiting or generation in self.landing
 
     def end_moved(self, generation: Generation) -> None:
         """Ends a generation that goes on elsewhere; it must stand in no slot any more."""

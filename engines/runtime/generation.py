@@ -127,8 +127,9 @@ class Generation:
     earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
     `spans` are the prompt's images; their ids stand in it too, an entry for each cell. Prefixes are shared within a `tenant`;
     `followed` says that whoever reads its stream goes along when it moves; of one that came, `continued` is the text that was
-    sent elsewhere. `system_cut` tokens of the prompt are its system prompt and tools. `incoming` is what the host's store has of
-    the prompt.
+    sent elsewhere, and `arrived_tokens` of its answer were drawn there. `draws` random numbers were used up by an engine that
+    was lost. `tokenizer` names the vocabulary of its tokens. `system_cut` tokens of the prompt are its system prompt and tools.
+    `incoming` is what the host's store has of the prompt.
     """
 
     request_id: str
@@ -164,6 +165,9 @@ class Generation:
     incoming: Incoming | None = None
     followed: bool = False
     continued: str | None = None
+    arrived_tokens: int | None = None
+    draws: int = 0
+    tokenizer: str = ""
     handoff: str = ""
 
     def __post_init__(self) -> None:
@@ -203,6 +207,11 @@ class Generation:
     def prompt_text_tokens(self) -> list[int]:
         """The prompt without images: all that is a token of the vocabulary."""
         return [token for token in self.prompt if token >= 0] if self.spans else self.prompt
+
+    @property
+    def seen_by_penalties(self) -> list[int]:
+        """All tokens of the vocabulary so far, in order."""
+        return [*self.prompt_text_tokens, *self.tokens[len(self.prompt) :]]
 
     @property
     def new_tokens(self) -> int:

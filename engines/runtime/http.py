@@ -14,6 +14,7 @@ from engines.runtime.handoff_in import ArrivingHandoffs
 from engines.runtime.handoff_out import LeavingHandoffs
 from engines.runtime.http_chat import ChatEndpoint
 from engines.runtime.http_completions import CompletionEndpoint
+from engines.runtime.http_continue import ContinueEndpoint
 from engines.runtime.http_embeddings import refusing_operations
 from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages, refuse_strangers
 from engines.runtime.http_forget import ForgetEndpoint
@@ -64,7 +65,10 @@ class EngineServer:
             *ForgetEndpoint(preparation).operations(),
             *refusing_operations(),
         ]
-        served += HandoffEndpoint(self.arriving, served).operations()
+        served += [
+            *HandoffEndpoint(self.arriving, served).operations(),
+            *ContinueEndpoint(preparation, served).operations(),
+        ]
         return [*served, *DescriptionEndpoint(served).operations()]
 
     def app(self) -> web.Application:
@@ -83,6 +87,7 @@ class EngineServer:
 
     async def _end(self, _app: web.Application) -> None:
         await self.parking.close()
+        await self.leaving.close()
 
     def close(self) -> None:
         self.preparation.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -12,7 +13,7 @@ from engines.api_schema import ChatRequest, parse_chat_request
 from engines.runtime.answers import ChatAnswer, event
 from engines.runtime.chat_output import ChatFormat
 from engines.runtime.generation import Generation, Piece, Stats
-from engines.runtime.http_follow import origin_of
+from engines.runtime.http_follow import asked_body, begun_at, origin_of
 from engines.runtime.http_stream import COMMENT_PING, collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
 from engines.runtime.preparation import Images, Preparation, request_id
@@ -45,7 +46,11 @@ def prepare_chat(
     preparation.constrain(generations, constraint_spec(body, prompt))
     for generation in generations:
         generation.thinking_budget = ThinkingBudget.of(body, prompt, preparation.llama.vocabulary)
-    return PreparedChat(body, generations, ChatFormat.of(body, prompt))
+    form = ChatFormat.of(body, prompt)
+    if form.functions:
+        # Not the id alone: a client may send several requests of a conversation under one.
+        form = replace(form, call_seed=f"{identity} {hashlib.sha256(str(prompt.tokens).encode()).hexdigest()}")
+    return PreparedChat(body, generations, form)
 
 
 async def prepared_chat(
@@ -83,10 +88,11 @@ class ChatEndpoint:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         identity, origin = request_id(request), origin_of(request)
-        raw = await request.read()
+        raw = await asked_body(request)
         ready = await prepared_chat(self._preparation, lambda: parse_chat_request(raw), identity, "messages")
         model_name = self._preparation.config.model_name
-        answer = ChatAnswer(identity, model_name, self._preparation.llama.vocabulary, ready.form)
+        vocabulary = self._preparation.llama.vocabulary
+        answer = ChatAnswer(identity, model_name, vocabulary, ready.form, begun_at(request))
         async with self._preparation.running(ready.generations, origin):
             if ready.body.stream:
                 return await stream(request, ready.generations, ChatStream(answer, ready.body))

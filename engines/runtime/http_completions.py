@@ -11,7 +11,7 @@ from engines.api_constraint import constraint_spec
 from engines.runtime.completion_answer import CompletionAnswer
 from engines.runtime.fill_in_middle import fill_in_middle
 from engines.runtime.generation import Generation
-from engines.runtime.http_follow import origin_of
+from engines.runtime.http_follow import asked_body, begun_at, origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.http_text import detokenize, require_known
 from engines.runtime.llama import Vocabulary
@@ -43,7 +43,7 @@ class CompletionEndpoint:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         identity, origin = request_id(request), origin_of(request)
-        raw = await request.read()
+        raw = await asked_body(request)
         ready = await self._preparation.run(self._prepare, raw, identity)
         sampling = ready.body.sampling
         answer = CompletionAnswer(
@@ -54,6 +54,7 @@ class CompletionEndpoint:
             choices_per_prompt=sampling.n or 1,
             with_logprobs=ready.body.logprobs is not None,
             with_usage=sampling.include_usage,
+            created=begun_at(request),
         )
         async with self._preparation.running(ready.generations, origin):
             if sampling.stream:

@@ -8,7 +8,7 @@ from engines.api_messages import CountTokensRequest, MessagesRequest, parse_coun
 from engines.api_schema import ChatRequest
 from engines.runtime.http_chat import prepared_chat
 from engines.runtime.http_errors import MESSAGES_PATH
-from engines.runtime.http_follow import origin_of
+from engines.runtime.http_follow import asked_body, origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.messages_answer import MessagesAnswer
 from engines.runtime.operations import GENERATES, JSON, NEEDS_MODEL, SSE, Operation
@@ -42,7 +42,7 @@ class MessagesEndpoint:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         identity, origin = request_id(request), origin_of(request)
-        raw = await request.read()
+        raw = await asked_body(request)
         ready = await prepared_chat(
             self._preparation, lambda: parse_messages_request(raw), identity, "messages", translated=True
         )

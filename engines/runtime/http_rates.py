@@ -54,6 +54,7 @@ def rates_of(
     """Of a core that is ready."""
     cache, rates, config = core.cache, core.rates, core.config
     idle_tokens, idle_s = next_to_go(cache)
+    layout = core.codec.layout if core.codec is not None else None
     return EngineRates(
         model=config.model_name,
         slots=len(cache.slots),
@@ -78,6 +79,9 @@ def rates_of(
         idle_tokens=idle_tokens,
         idle_s=idle_s,
         links=dict(links),
+        streams_kv=layout is not None and bool(config.rpc_port),
+        kv_token_bytes=float(layout.block_bytes(2) - layout.block_bytes(1)) if layout is not None else 0.0,
+        kv_part_bytes=float(layout.part_bytes(0)) if layout is not None and layout.has_part else 0.0,
     )
 
 

@@ -7,9 +7,9 @@ from aiohttp import web
 from engines.api_responses import ResponsesRequest, parse_responses_request
 from engines.api_schema import ChatRequest
 from engines.runtime.http_chat import PreparedChat, prepare_chat
+from engines.runtime.http_follow import asked_body, begun_at, unfollowed_origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.origin import read_origin
 from engines.runtime.preparation import Images, Preparation, request_id
 from engines.runtime.responses_answer import ResponsesAnswer
 
@@ -32,8 +32,8 @@ class ResponsesEndpoint:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        identity, origin = request_id(request), read_origin(request.headers)
-        raw = await request.read()
+        identity, origin = request_id(request), unfollowed_origin_of(request)
+        raw = await asked_body(request)
 
         def finish(asked: ResponsesRequest, chat: ChatRequest, images: Images) -> tuple[ResponsesRequest, PreparedChat]:
             return asked, prepare_chat(self._preparation, chat, identity, "input", images)
@@ -42,7 +42,7 @@ class ResponsesEndpoint:
             lambda: parse_responses_request(raw), ResponsesRequest.chat, finish, "input", translated=True
         )
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
-        answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form)
+        answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form, begun_at(request))
         async with self._preparation.running(ready.generations, origin):
             if body.stream:
                 return await stream(request, ready.generations, answer)

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from engines.errors import GenerationMoved
+from engines.errors import EngineError, GenerationMoved
 from engines.runtime.answers import event
 from engines.runtime.generation import Generation, Piece, Stats
-from engines.runtime.http_follow import move_event
+from engines.runtime.http_follow import begun_at, move_event, resumption_of, wants_journal
+from engines.runtime.journal import Head, JournalWriter, begun, failed
 
 PING_S = 10.0
 # A client that takes nothing for so long is gone; what it holds here would stay for ever.
@@ -51,56 +52,139 @@ async def stream(
     """Writes the answer while it is made. All generations share one mailbox and have their index in it as `choice`."""
     response = web.StreamResponse(headers=SSE_HEADERS)
     await response.prepare(request)
-    await _write(request, response, _begun(answer, generations))
+    way_out = _WayOut(request, response, generations, answer)
+    last = await way_out.begin()
     loop = asyncio.get_running_loop()
     written_at = loop.time()
     mailbox = generations[0].mailbox
-    last: dict[int, Piece] = {}
     while len(last) < len(generations):
-        frames: list[bytes] = []
         for piece in await mailbox.take(ping_s):
             if piece.moving or piece.finish_reason == "moved":
-                await _write(request, response, b"".join(frames) + _move(piece, generations))
-                frames, written_at = [], loop.time()
-                if piece.told is not None:
-                    piece.told.set()
+                await way_out.move(piece)
+                written_at = loop.time()
                 if piece.moving:
                     continue
                 await response.write_eof()
                 return response
-            frames += answer.frames(piece, generations[piece.choice])
             if piece.error is not None:
                 # An error ends the whole stream; the handler's exit cancels the other choices.
-                await _write(request, response, b"".join(frames))
+                await way_out.fail(piece, piece.error)
                 await response.write_eof()
                 return response
+            way_out.take(piece)
             if piece.is_last:
                 last[piece.choice] = piece
-        if frames:
-            await _write(request, response, b"".join(frames))
+        if way_out.has_something:
+            await way_out.send()
             written_at = loop.time()
         elif loop.time() - written_at >= ping_s:
             # What a dialect holds back (an unfinished tool call) is silence too.
-            await _write(request, response, answer.ping)
+            await way_out.ping()
             written_at = loop.time()
-    await _write(request, response, answer.closing(in_order(last)))
+    await way_out.close(last)
     await response.write_eof()
     return response
 
 
-def _begun(answer: StreamedAnswer, generations: Sequence[Generation]) -> bytes:
-    """The opening; of an answer that began at another engine it was sent there, as its text so far was."""
-    opening, (first, *_) = answer.opening(generations), generations
-    if first.continued is None:
-        return opening
-    answer.frames(Piece(first.choice, first.continued), first)
-    return b""
+class _WayOut:
+    """One stream's events, and between them what its site keeps of it, where that asked for a journal."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        generations: Sequence[Generation],
+        answer: StreamedAnswer,
+    ) -> None:
+        self._request, self._response = request, response
+        self._generations, self._answer = generations, answer
+        self._journal = JournalWriter(generations) if wants_journal(request) else None
+        self._frames: list[bytes] = []
+        # Events that the client has, of an answer that is written again.
+        self._skipped = 0
+
+    async def begin(self) -> dict[int, Piece]:
+        """The opening; of an answer that began at another engine the rest of what was written. Returns the choices that have
+        ended."""
+        answer, (first, *_) = self._answer, self._generations
+        opening, resumption = answer.opening(self._generations), resumption_of(self._request)
+        if resumption is not None:
+            frames = _events(opening)
+            for piece in resumption.replayed.pieces:
+                if piece is not None:
+                    frames += answer.frames(piece, self._generations[piece.choice])
+                elif not answer.ping.startswith(b":"):
+                    frames.append(answer.ping)
+            written = len(frames)
+            if resumption.replayed.is_closed:
+                written += len(_events(answer.closing(in_order(resumption.replayed.ended))))
+            self._skipped = written if resumption.from_event is None else resumption.from_event
+            self._add(frames)
+        elif first.continued is not None:
+            answer.frames(Piece(first.choice, first.continued), first)
+            if self._journal is not None:
+                self._journal.arrived()
+        else:
+            if self._journal is not None:
+                head = Head(first.params.seed, begun_at(self._request), first.tokenizer)
+                self._frames.append(begun(head))
+            self._frames += _events(opening)
+        await self.send()
+        return dict(resumption.replayed.ended) if resumption is not None else {}
+
+    @property
+    def has_something(self) -> bool:
+        return bool(self._frames)
+
+    def take(self, piece: Piece) -> None:
+        self._add(self._answer.frames(piece, self._generations[piece.choice]))
+        if self._journal is not None:
+            self._journal.note(piece)
+
+    def _add(self, frames: list[bytes]) -> None:
+        if self._skipped:
+            skipped = min(self._skipped, len(frames))
+            self._skipped -= skipped
+            frames = frames[skipped:]
+        self._frames += frames
+
+    async def send(self, more: bytes = b"") -> None:
+        frames, self._frames = self._frames, []
+        mark = b"" if self._journal is None else self._journal.mark()
+        await _write(self._request, self._response, b"".join(frames) + mark + more)
+
+    async def ping(self) -> None:
+        """A comment is nothing that anybody counts; a dialect's own event is."""
+        if self._answer.ping.startswith(b":"):
+            self._frames.append(self._answer.ping)
+        else:
+            self._add([self._answer.ping])
+            if self._journal is not None:
+                self._journal.ping()
+        await self.send()
+
+    async def move(self, piece: Piece) -> None:
+        if piece.finish_reason is not None and self._journal is not None:
+            self._journal.note(piece)
+        name, handoff = ("moving", piece.moving) if piece.moving else ("moved", self._generations[piece.choice].handoff)
+        await self.send(move_event(name, handoff))
+        if piece.told is not None:
+            piece.told.set()
+
+    async def fail(self, piece: Piece, error: EngineError) -> None:
+        frames = self._answer.frames(piece, self._generations[piece.choice])
+        told = b"" if self._journal is None else failed(error.code)
+        await self.send(told + b"".join(frames))
+
+    async def close(self, last: dict[int, Piece]) -> None:
+        self._add(_events(self._answer.closing(in_order(last))))
+        if self._journal is not None:
+            self._journal.closing()
+        await self.send()
 
 
-def _move(piece: Piece, generations: Sequence[Generation]) -> bytes:
-    if piece.moving:
-        return move_event("moving", piece.moving)
-    return move_event("moved", generations[piece.choice].handoff)
+def _events(frames: bytes) -> list[bytes]:
+    return [frame + b"\n\n" for frame in frames.split(b"\n\n") if frame]
 
 
 async def _write(request: web.Request, response: web.StreamResponse, data: bytes) -> None:

@@ -14,6 +14,7 @@ from engines.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from engines.runtime.handoff_in import Adopted
+    from engines.runtime.http_continue import Resumption
 
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
 BUDGET_HEADER = "X-Hydra-Budget-S"
@@ -42,7 +43,8 @@ NOBODY = Origin()
 class RequestOrigin:
     """What a request's headers say: tenant, session, other hosts' stores (address, port) that may hold its prefix, and how much
     of the request's time is left where somebody spent some of it already. `follows`: whoever reads the answer goes along when
-    the generation moves; `adopted` is one that moved here, and stands in for the request's own."""
+    the generation moves; `adopted` is one that moved here, and stands in for the request's own; `resumption` is how far another
+    engine came with it."""
 
     tenant: str = ""
     session: str = ""
@@ -50,6 +52,7 @@ class RequestOrigin:
     budget_s: float | None = None
     follows: bool = False
     adopted: Adopted | None = None
+    resumption: Resumption | None = None
 
 
 UNKNOWN = RequestOrigin()

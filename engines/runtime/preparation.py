@@ -31,6 +31,7 @@ from engines.errors import (
 from engines.runtime.chat import ChatTemplate, Prompt
 from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
+from engines.runtime.fingerprint import tokenizer_digest
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.llama import Llama
 from engines.runtime.media_desk import MediaDesk
@@ -87,6 +88,7 @@ class Preparation:
         self._making = threading.Lock()
         self._template: ChatTemplate | None = None
         self._compiler: ConstraintCompiler | None = None
+        self._tokenizer = ""
         self._media: MediaDesk | None = None
         self.defaults = RequestDefaults()
         # Set where there is a store.
@@ -176,7 +178,8 @@ class Preparation:
         """Submits all of them, as `origin`'s, and cancels what still runs when the block is left, by whatever way.
 
         Before that the host's store is asked for the prompt's beginning, for a bounded time. Where one moved here from another
-        engine for this very request, it takes the place of the one in `generations`.
+        engine for this very request, it takes the place of the one in `generations`. Where an engine was lost over the request,
+        its generations are brought to where it came, and those that had ended are not run.
         """
         if origin.adopted is not None:
             async with origin.adopted.reading(generations) as moved:
@@ -185,6 +188,8 @@ class Preparation:
                     moved.deadline_at = min(moved.deadline_at, time.monotonic() + origin.budget_s)
                 yield
             return
+        if origin.resumption is not None:
+            await self.run(origin.resumption.bring, generations, self.llama.vocabulary)
         for generation in generations:
             generation.tenant, generation.session = origin.tenant, origin.session
             generation.followed = origin.follows and _can_be_followed(generations)
@@ -192,9 +197,11 @@ class Preparation:
                 generation.deadline_at = min(generation.deadline_at, time.monotonic() + origin.budget_s)
         spans = generations[0].spans  # all choices show the same
         with self.media.holding(spans) if spans else nullcontext():
-            if self.parking is not None:
-                await self.parking.look_up(generations, origin.stores)
-            self.core.submit(*generations)
+            waiting = generations if origin.resumption is None else origin.resumption.unfinished(generations)
+            if self.parking is not None and waiting:
+                await self.parking.look_up(waiting, origin.stores)
+            if waiting:
+                self.core.submit(*waiting)
             try:
                 yield
             finally:
@@ -227,6 +234,15 @@ class Preparation:
             if self._compiler is None:
                 self._compiler = ConstraintCompiler(llama.vocabulary)
             return self._compiler
+
+    @property
+    def tokenizer(self) -> str:
+        """A digest of the vocabulary; its making takes a while."""
+        llama = self.llama
+        with self._making:
+            if not self._tokenizer:
+                self._tokenizer = tokenizer_digest(llama.vocabulary)
+            return self._tokenizer
 
     def constrain(self, generations: Sequence[Generation], spec: ConstraintSpec | None) -> None:
         """Gives each generation its own place in the form that its answer must have, if it must have one.
@@ -302,6 +318,7 @@ class Preparation:
                 priority=request.priority,
                 draft_min=request.draft_min,
                 draft_max=request.draft_max,
+                tokenizer=self.tokenizer,
             )
             for index, prompt in enumerate(choices)
         ]

@@ -25,14 +25,20 @@ class ResponsesAnswer:
     ping = COMMENT_PING
 
     def __init__(
-        self, identity: str, model_name: str, vocabulary: Vocabulary, body: ResponsesRequest, form: ChatFormat
+        self,
+        identity: str,
+        model_name: str,
+        vocabulary: Vocabulary,
+        body: ResponsesRequest,
+        form: ChatFormat,
+        created: int | None = None,
     ) -> None:
         self._vocabulary = vocabulary
         self._output = ChatOutput(form)
         self._parts = AnswerParts()
         self._items = ResponseItems(identity, as_summary=bool(body.reasoning and body.reasoning.summary))
         self._sequence_number = 0
-        self._response = _opened(identity, model_name, body)
+        self._response = _opened(identity, model_name, body, int(time.time()) if created is None else created)
 
     # --- a stream -------------------------------------------------------------------------------
 
@@ -110,7 +116,7 @@ def _usage(stats: Stats, reasoned: int) -> dict[str, Any]:
     }
 
 
-def _opened(identity: str, model_name: str, body: ResponsesRequest) -> dict[str, Any]:
+def _opened(identity: str, model_name: str, body: ResponsesRequest, created: int) -> dict[str, Any]:
     """A response that has just begun; it repeats what was asked for."""
     reasoning = body.reasoning or Reasoning()
     wanted = (body.text or TextOptions()).format or TextFormat(type="text")
@@ -118,7 +124,7 @@ def _opened(identity: str, model_name: str, body: ResponsesRequest) -> dict[str,
     return {
         "id": f"resp_{identity}",
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,

@@ -206,6 +206,7 @@ def resumed(
     )
     generation.tokens = tokens
     generation.unposted()
+    generation.arrived_tokens = generation.new_tokens
     if state.constraint is not None:
         generation.constraint = compiler.compile(state.constraint)
         generation.constraint.replay(tokens[state.prompt_tokens :])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from django.http import HttpRequest, HttpResponseBase
 
 from engines.errors import InvalidRequest
-from pools.router_views import Mode
+from pools.router_views import RUN_MODES, Mode
 from sessions.dispatch import NO_WISHES, REQUEST_BUDGET_S, Wishes
 from sessions.errors import OperatorsOnly
 from sessions.identity import Owner
@@ -20,6 +20,7 @@ from sessions.relay import EngineAnswer
 
 FORCE_ENGINE_HEADER = "X-Hydra-Force-Engine"
 FORCE_MODE_HEADER = "X-Hydra-Force-Mode"
+RUN_MODE_HEADER = "X-Hydra-Run-Mode"
 BACKGROUND_HEADER = "X-Hydra-Background"
 TIMEOUT_HEADER = "X-Hydra-Timeout"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -30,18 +31,23 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
 def wishes(request: HttpRequest, owner: Owner) -> Wishes:
-    """Raises OperatorsOnly for a key that names an engine or a form, and InvalidRequest for what is no such thing."""
+    """Raises OperatorsOnly for a key that names an engine or a form, or hurries; InvalidRequest for what is no such thing."""
     engine = request.headers.get(FORCE_ENGINE_HEADER, "").strip()
     mode = request.headers.get(FORCE_MODE_HEADER, "").strip().lower()
+    run_mode = request.headers.get(RUN_MODE_HEADER, "").strip().lower()
     background = switch(request, BACKGROUND_HEADER)
     budget_s = _budget_s(request.headers.get(TIMEOUT_HEADER, "").strip())
-    if not (engine or mode or background or budget_s):
+    if not (engine or mode or run_mode or background or budget_s):
         return NO_WISHES
-    if (engine or mode) and owner.api_key_id is not None:
+    if run_mode and run_mode not in RUN_MODES:
+        raise InvalidRequest(f"{RUN_MODE_HEADER} must be {', '.join(RUN_MODES)}.", param=RUN_MODE_HEADER)
+    # Whoever is in a hurry makes others wait.
+    if (engine or mode or run_mode == "fast") and owner.api_key_id is not None:
         raise OperatorsOnly("Engine and form of a request are chosen by the pool for requests with a key.")
     if mode and mode not in _MODES:
         raise InvalidRequest(f"{FORCE_MODE_HEADER} must be {', '.join(_MODES)}.", param=FORCE_MODE_HEADER)
-    return Wishes(engine, _MODES.get(mode), background, budget_s or REQUEST_BUDGET_S)
+    chosen = next((one for one in RUN_MODES if one == run_mode), None)
+    return Wishes(engine, _MODES.get(mode), background, budget_s or REQUEST_BUDGET_S, chosen)
 
 
 def _budget_s(text: str) -> float:
@@ -87,7 +93,15 @@ def describe(response: HttpResponseBase, request_id: str, answer: EngineAnswer |
     response["X-Hydra-Engine"] = answer.engine.name
     response["X-Hydra-Node"] = answer.engine.host_name
     response["X-Hydra-Model"] = answer.model_name
-    response["X-Hydra-Route"] = answer.sent.mode
+    response["X-Hydra-Route"] = answer.route
+    if answer.split is not None:
+        response["X-Hydra-Prefill-Engine"] = answer.split.prefill.name
+        response["X-Hydra-Decode-Engine"] = answer.split.decode.name
+        if answer.split.fell_back:
+            response["X-Hydra-Fell-Back"] = "pd"
+        elif answer.sent.kv_loss is not None:
+            # Nats: what the answer may lose, as it goes on with KV of another quant.
+            response["X-Hydra-Kv-Kl"] = f"{answer.sent.kv_loss:.6f}"
     response["X-Hydra-Cached"] = str(answer.cached_tokens)
     if answer.session:
         response["X-Hydra-Session"] = answer.session

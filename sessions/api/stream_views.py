@@ -44,12 +44,12 @@ async def streams(request: HttpRequest) -> HttpResponseBase:
 async def stream(request: HttpRequest, name: str) -> HttpResponseBase:
     """GET /v1/stream/{name}?from=N, and DELETE to stop it."""
     owner = await authenticate(request)
-    found = stream_desk().find(owner.scope, name)
+    found = await stream_desk().found(owner, name)
     if request.method == "DELETE":
         await stream_desk().stop(found)
         return JsonResponse(stream_object(found))
     position = _position(request.GET.get("from", "0"))
-    if position > found.next_event:
+    if position > found.next_event and (found.is_over or not found.is_rewritten):
         raise InvalidRequest(f"from: only {found.next_event} events came so far, not {position}", param="from")
     if position < found.first_event:
         raise StreamGap(f"Events before {found.first_event} are not kept any more.", param="from")

@@ -66,6 +66,7 @@ engines = st.builds(
     features=st.sampled_from((frozenset({"text"}), frozenset({"text", "vision"}))),
     tenants=st.sampled_from((None, frozenset({"ann"}))),
     streams_kv=st.booleans(),
+    variant=st.integers(0, 2),
 )
 requests = st.builds(
     request,
@@ -132,7 +133,7 @@ def test_the_terms_add_up_to_the_cost_and_no_other_candidate_is_clearly_cheaper(
         assert candidate.cost_s == sum(terms)
         assert min(terms) >= 0
         assert 0 <= candidate.held_tokens <= candidate.cached_tokens < max(1, asked.prompt_tokens)
-    if explanation.chosen is not None and explanation.why is not Why.STAYS:
+    if explanation.chosen is not None and explanation.why not in (Why.STAYS, Why.WHOLE):
         assert explanation.chosen.cost_s == min(candidate.cost_s for candidate in explanation.candidates)
 
 
@@ -211,6 +212,93 @@ def test_prefill_and_decode_split_where_one_computes_and_the_other_talks_faster(
     assert reasons == {Reason.LINK}
     other = replace(pool, engines=(replace(first, kv_group="q3"), second))
     assert {refusal.reason for refusal in route(request(20_000, 500), other).explanation.refusals} == {Reason.GROUP}
+    full = replace(pool, engines=(first, replace(second, free_slots=0)))
+    routed = route(request(20_000, 500), full)
+    assert Reason.SLOT in {refusal.reason for refusal in routed.explanation.refusals}
+    assert ("pd", 2) not in {(candidate.mode, candidate.engine_id) for candidate in routed.explanation.candidates}
+
+
+def unlike_pair(**fields: object) -> PoolView:
+    """One computes prompts, the other talks, ten times as fast as the other one."""
+    first = engine(1, streams_kv=True, prefill=PrefillFit(1e-4), decode=DecodeRates(((1, 0.2),)), variant=1)
+    second = engine(2, streams_kv=True, prefill=PrefillFit(1e-2), decode=DecodeRates(((1, 0.01),)), variant=1)
+    links = {("h1", "h2"): LinkView(1e9), ("h2", "h1"): LinkView(1e9)}
+    return PoolView((first, second), links=links, **fields)  # type: ignore[arg-type]
+
+
+def test_the_state_travels_while_the_prompt_is_computed_and_only_what_is_left_then_costs() -> None:
+    pool = unlike_pair()
+    (first, second), asked = pool.engines, request(20_000, 500)
+    chosen = route(asked, pool).explanation.chosen
+    assert chosen is not None
+    alone = solo(asked, first, pool)
+    assert chosen.first_token_s == alone.first_token_s  # drawn before the move
+    assert chosen.terms.prefill_s == alone.terms.prefill_s
+    assert chosen.terms.decode_s == 500 * second.decode.step_s(1, 20_000)
+    hidden = chosen.terms.restore_s
+    slow = {key: LinkView(20_000 * 24_576 / (alone.terms.prefill_s + 3)) for key in pool.links}
+    seen = route(asked, replace(pool, links=slow)).explanation.chosen
+    assert seen is not None
+    assert abs(seen.terms.restore_s - hidden - 3) < 0.01
+    heavy = replace(first, kv_token_bytes=1.0, kv_part_bytes=2e9)
+    behind = route(asked, replace(pool, engines=(heavy, second))).explanation.chosen
+    assert behind is not None
+    assert abs(behind.terms.restore_s - hidden - 2) < 0.01
+
+
+def test_quants_of_a_family_share_a_request_once_their_loss_was_measured_and_is_small() -> None:
+    pool = unlike_pair(most_kv_loss=0.1)
+    mixed = replace(pool, engines=(pool.engines[0], replace(pool.engines[1], variant=2)))
+
+    def outcome(**losses: object) -> tuple[str, set[Reason], float | None]:
+        routed = route(request(20_000, 500), replace(mixed, **losses))  # type: ignore[arg-type]
+        assert routed.plan is not None
+        assert routed.explanation.chosen is not None
+        reasons = {refusal.reason for refusal in routed.explanation.refusals}
+        return routed.plan.mode, reasons, routed.explanation.chosen.to_dict().get("kv_loss")
+
+    assert outcome() == ("solo", {Reason.UNMEASURED}, None)
+    assert outcome(kv_losses={(1, 2): 0.2}) == ("solo", {Reason.LOSSY, Reason.UNMEASURED}, None)
+    # The other direction is another pair, and says nothing of this one.
+    assert outcome(kv_losses={(2, 1): 0.0})[0] == "solo"
+    assert outcome(kv_losses={(1, 2): 0.02}) == ("pd", {Reason.UNMEASURED}, 0.02)
+    assert route(request(20_000, 500), replace(mixed, kv_losses={(1, 2): 0.02})).plan.kv_loss == 0.02  # type: ignore[union-attr]
+
+
+def test_the_run_mode_says_whether_engines_are_shared() -> None:
+    pool = unlike_pair()
+
+    def mode(prompt_tokens: int, **fields: object) -> str:
+        plan = route(request(prompt_tokens, 500, **fields), pool).plan
+        return plan.mode if plan is not None else ""
+
+    assert mode(20_000) == "pd"
+    assert mode(20_000, run_mode="concurrency") == "solo"
+    assert mode(20_000, run_mode="concurrency", force_mode="pd") == "pd"
+    assert (mode(1_000), mode(1_000, run_mode="fast")) == ("solo", "pd")
+    assert mode(20_000, movable=False) == "solo"
+    refusals = route(request(20_000, movable=False, force_mode="pd"), pool).explanation.refusals
+    assert Reason.FIXED in {refusal.reason for refusal in refusals}
+
+
+def test_a_hurry_leaves_out_what_others_lose() -> None:
+    crowded = engine(1, speed=1.6, free_slots=1, decoding=3, resident_tokens=9_000)
+    pool = PoolView((crowded, engine(2)))
+    calm = route(request(8_000, 200), pool)
+    assert (calm.plan.engine_id, calm.explanation.why) == (2, Why.CHEAPEST)  # type: ignore[union-attr]
+    hurried = route(request(8_000, 200, run_mode="fast"), pool)
+    assert hurried.plan.engine_id == 1  # type: ignore[union-attr]
+    assert hurried.explanation.to_dict()["run_mode"] == "fast"
+
+
+def test_two_engines_that_gain_little_together_are_not_bothered() -> None:
+    pool = unlike_pair()
+    first = pool.engines[0]
+    near = replace(pool, engines=(first, replace(first, engine_id=2, name="e2", host="h2", prefill=PrefillFit(1.1e-4),
+                                                 decode=DecodeRates(((1, 0.19),)))))  # fmt: skip
+    routed = route(request(20_000, 50), near)
+    assert (routed.plan.mode, routed.explanation.why) == ("solo", Why.WHOLE)  # type: ignore[union-attr]
+    assert routed.explanation.candidates[0].mode == "pd"
 
 
 def test_a_combined_pair_is_weighed_like_an_engine_and_left_out_when_its_peer_is_gone() -> None:

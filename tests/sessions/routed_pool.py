@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from engines.models import Engine
+from engines import store_rows
+from engines.choices import StoreState
+from engines.models import Engine, Store
 from engines.store_calls import StoreCaller
-from tests.engine_process import EngineProcess
+from tests.engine_process import EngineProcess, free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
@@ -30,13 +33,24 @@ class RoutedPool:
     engines: dict[str, EngineProcess] = field(default_factory=dict)
     store: StoreProcess | None = None
 
-    def write_rows(self, model: SyntheticModel, models_dir: Path) -> None:
-        """To be called in a thread with the database."""
-        variant = add_model(model.path, models_dir)
+    def write_rows(self, model: SyntheticModel, models_dir: Path, **options: Any) -> None:
+        """To be called in a thread with the database; `options` are of the model's row."""
+        add_model(model.path, models_dir, **options)
         for name, engine in self.engines.items():
+            variant = add_model(Path(engine.config.model_path), models_dir, **options)
             row = add_engine(variant, name=name, slots=engine.config.slots)
-            Engine.objects.filter(pk=row.pk).update(context_tokens=engine.config.context_tokens)
+            rpc = {"rpc_port": engine.config.rpc_port} if engine.config.rpc_port else {}
+            Engine.objects.filter(pk=row.pk).update(context_tokens=engine.config.context_tokens, **rpc)
             set_ready(row, engine.config.port, engine.process.pid)
+        self._write_store()
+
+    def _write_store(self) -> None:
+        """The store's row as its host's head would have it."""
+        assert self.store is not None
+        row = store_rows.ensure_store("here")
+        assert row is not None
+        place = {"address": "127.0.0.1", "port": self.store.config.port, "secret": ""}
+        Store.objects.filter(pk=row.store_id).update(state=StoreState.READY, **place)
 
     def saved_tokens(self, session: str) -> int:
         """The longest snapshot of the session in the store."""
@@ -46,7 +60,17 @@ class RoutedPool:
 
 
 @contextmanager
-def routed_pool(model: SyntheticModel, folder: Path, count: int, **settings: Any) -> Iterator[RoutedPool]:
+def routed_pool(
+    model: SyntheticModel,
+    folder: Path,
+    count: int,
+    *,
+    moves: bool = False,
+    others: Mapping[int, SyntheticModel] = MappingProxyType({}),
+    **settings: Any,
+) -> Iterator[RoutedPool]:
+    """With `moves` the engines speak the binary protocol, so that conversations can move between them. Engines of a number that
+    is in `others` serve that file of the model."""
     with ExitStack() as stack:
         pool = RoutedPool(store=stack.enter_context(store_on_tmpfs(folder)))
         assert pool.store is not None
@@ -59,7 +83,9 @@ def routed_pool(model: SyntheticModel, folder: Path, count: int, **settings: Any
             **settings,
         }
         for number in range(count):
-            engine = EngineProcess(folder, model.path, **{**values, **SPEEDS[number % 3]})
+            rpc = {"rpc_port": free_port()} if moves else {}
+            path = others.get(number, model).path
+            engine = EngineProcess(folder, path, **{**values, **SPEEDS[number % 3], **rpc})
             pool.engines[f"cpu-{number}"] = stack.enter_context(engine)
         yield pool
 
@@ -71,6 +97,9 @@ class Conversation:
     client: LocalClient
     headers: dict[str, str]
     messages: list[dict[str, str]] = field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
+    # As templates do with the reasoning of earlier turns: the first half of an answer is not sent again.
+    drops_half: bool = False
+    answer: str = ""
 
     async def say(self, text: str, **fields: Any) -> tuple[Any, Any]:
         """The answer's headers and usage."""
@@ -81,5 +110,7 @@ class Conversation:
         )
         assert answer.status_code == 200, answer.content
         values = answer.json()
-        self.messages.append({"role": "assistant", "content": values["choices"][0]["message"]["content"]})
+        self.answer = values["choices"][0]["message"]["content"]
+        kept = self.answer[len(self.answer) // 2 :] if self.drops_half else self.answer
+        self.messages.append({"role": "assistant", "content": kept})
         return answer.headers, values["usage"]

@@ -73,7 +73,8 @@ def test_what_must_not_run_twice_runs_once_at_a_time(engine_ids: list[int]) -> N
     first = wanted(engine_ids, idempotency="k")
     assert leases.acquire(first).outcome == "leased"
     assert leases.acquire(wanted(engine_ids, owner="b", idempotency="k")).outcome == "duplicate"
-    leases.release([first.request_id])
+    assert leases.release([first.request_id], "another") == 0
+    leases.release([first.request_id], first.owner)
     assert leases.acquire(wanted(engine_ids, owner="b", idempotency="k")).outcome == "leased"
 
 

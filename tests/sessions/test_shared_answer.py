@@ -14,7 +14,7 @@ from aiohttp import web
 from engines.client import close_client_session
 from pools.db import in_db
 from sessions import leases
-from sessions.relay import lease_desk
+from sessions.relayed_request import lease_desk
 from sessions.turn import wait_for_writes
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient

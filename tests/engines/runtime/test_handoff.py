@@ -238,17 +238,17 @@ async def test_a_conversation_that_moves_inside_and_between_all_turns_answers_th
 ) -> None:
     """Each turn is streamed and moves while it is, free, in a form and as a call in turn; then it moves as an idle one."""
     here, there = pair(architecture)
-    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 500, "maxLength": 520}},
+    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 850, "maxLength": 870}},
               "required": ["a"], "additionalProperties": False}  # fmt: skip
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
     tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
     call = {"tools": [tool], "tool_choice": "required"}
     messages: list[dict[str, str]] = []
     computed = 0
-    for turn, fields in enumerate(({}, form, {}, form, call)):
+    for turn, fields in enumerate(({}, form, call)):
         messages.append({"role": "user", "content": f"Turn {turn}: go on with the river and its stones. " * 4})
         is_free = not fields
-        request = body(messages=messages, count=500 if is_free else 900, ignore_eos=is_free, **fields)
+        request = body(messages=messages, count=1000 if is_free else 1200, ignore_eos=is_free, **fields)
         moving = Follower(web, session, request, f"t{turn}")
         reading = asyncio.ensure_future(moving.read(here, {2 * turn + 1: there}))
         live = await asked_to_move(session, here, there, 2 * turn + 1, f"t{turn}")
