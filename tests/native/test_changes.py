@@ -9,7 +9,6 @@ import pytest
 from native import changes
 from native.errors import BuildFailed
 
-
 PATHS = {change.path for change in changes.CHANGES}
 
 
