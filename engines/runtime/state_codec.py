@@ -215,22 +215,38 @@ def _probed(cache: PrefixCache, llama: Llama) -> StateCodec:
         raise LayoutUnknown("a state has another size than its layout says")
     codec = StateCodec(cache, llama, layout)
     probe.append(tokens)
-    pieces = []
-    for start, end in ((0, PROBE_CUT), (PROBE_CUT, PROBE_TOKENS)):
-        buffer = np.empty(codec.capacity_bytes(end - start), dtype=np.uint8)
-        pieces.append((start, tokens[start:end], codec.export_block(probe, start, end, buffer)))
-    part = codec.export_part(probe, np.empty(codec.part_bytes(probe), dtype=np.uint8)) if layout.has_part else None
-    probe.clear()
-    for start, inside, block in pieces:
-        codec.import_block(probe, start, inside, block)
-    if part is not None:
-        codec.import_part(probe, PROBE_TOKENS, part)
-    codec.complete(probe, tokens)
+    _out_and_in(codec, probe, tokens, queued=False)
     if not np.array_equal(_whole(llama, probe), before):
         raise LayoutUnknown("a state that went out and in again has other bytes")
+    if llama.queues_states:
+        _out_and_in(codec, probe, tokens, queued=True)
+        if not np.array_equal(_whole(llama, probe), before):
+            log.error("queued copies of states are not what they should be: this engine copies them one by one")
+            llama.queues_states = False
     codec.abandon(probe)
     codec.drafts = probed_drafts(probe.draft, codec._scratch.index)
     return codec
+
+
+def _out_and_in(codec: StateCodec, probe: Sequence, tokens: list[int], *, queued: bool) -> None:
+    """The probe's state in two blocks and a part, and then these in its place."""
+    taken = []
+    for start, end in ((0, PROBE_CUT), (PROBE_CUT, PROBE_TOKENS)):
+        buffer = np.zeros(codec.capacity_bytes(end - start), dtype=np.uint8)
+        taken.append((start, tokens[start:end], buffer[: codec.take_block(probe, start, end, buffer, queued=queued)]))
+    part = (
+        codec.export_part(probe, np.empty(codec.part_bytes(probe), dtype=np.uint8)) if codec.layout.has_part else None
+    )
+    codec.settle()
+    blocks = [(start, inside, codec.finished_block(block, start, inside)) for start, inside, block in taken]
+    probe.clear()
+    for start, inside, block in blocks:
+        codec.layout.check_block(block, start, inside)
+        codec.enter_block(probe, start, len(inside), block, queued=queued)
+    if part is not None:
+        codec.import_part(probe, PROBE_TOKENS, part)
+    codec.settle()
+    codec.complete(probe, tokens)
 
 
 def _whole(llama: Llama, sequence: Sequence) -> Bytes:

@@ -206,11 +206,12 @@ def test_a_build_that_cannot_be_made_says_why(home: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_a_build_becomes_what_the_hosts_engines_load(home: Path) -> None:
-    # Where an earlier build left the source of the pinned bindings; here with a line in each file.
+    # Where an earlier build left the source of the pinned bindings; here with what we change in it.
     tree = write_source(home / "native" / "source-0.3.36" / "source" / "x" / "vendor" / "llama.cpp")
     for change in CHANGES:
         (tree / change.path).parent.mkdir(parents=True, exist_ok=True)
-        (tree / change.path).write_text(f"/*\n{change.old}\n*/\n")
+        with (tree / change.path).open("a") as file:
+            file.write(f"/*\n{change.old}\n*/\n")
     job_id = jobs.enqueue("here", JobKind.BUILD, "cpu")
     tasks.run_job(job_id)
     job = told(job_id)
