@@ -4,7 +4,8 @@ The two engines serve one model; the second computes prompts in smaller pieces, 
 prompt is answered by the second alone, by the first alone, and by both: its blocks leave while it is computed. `hidden_share`
 is the part of the state's bytes that had left before the first token was drawn; `ttft_vs_solo` the first token's time over that
 of the second engine alone, `ttft_vs_prefiller` over that of the first alone, and `gap_vs_step` the gap behind the first token,
-which the rest of the state needs, over a usual one. All at the longest context, the worst model counting.
+which the rest of the state needs, over a usual one. All at the longest context, the worst model counting. `same_text` may be
+false with random weights: near ties fall as pieces of another size round, also between the two engines alone.
 """
 
 from __future__ import annotations
