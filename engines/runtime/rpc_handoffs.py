@@ -29,7 +29,9 @@ class HandoffOperations:
         await exchange.answer(Status.OK, await self._leaving.move(read_json(HandoffBody, body, "HANDOFF")))
 
     async def adopt(self, exchange: Exchange, body: bytes) -> None:
-        await exchange.answer(Status.OK, await self._arriving.begin(read_json(AdoptBody, body, "ADOPT"), exchange.peer_gone))
+        await exchange.answer(
+            Status.OK, await self._arriving.begin(read_json(AdoptBody, body, "ADOPT"), exchange.peer_gone)
+        )
 
     async def block(self, exchange: Exchange, _body: bytes) -> None:
         await exchange.answer(Status.OK, await self._arriving.block(exchange))
