@@ -66,7 +66,7 @@ class ContinueEndpoint:
                 self.go_on,
                 "The rest of a streamed answer whose engine was lost.",
                 answers=(SSE,),
-                statuses=(422, 429, 503, 504),
+                statuses=(400, 413, 422, 429, 503, 504),
             )
         ]
 
