@@ -315,13 +315,15 @@ async def test_what_the_target_holds_of_another_conversation_is_not_sent(
 async def test_constrained_answers_and_calls_move_whole(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
+    # Greedy: where the form leaves out what the model wants, the others lie so near to each other that a draw among them hangs on
+    # the last bits of a sum, and those on where the cells lie.
     home, away = pair("llama")
     schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 1500, "maxLength": 1600}},
               "required": ["a"], "additionalProperties": False}  # fmt: skip
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
     tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
     for fence, fields in enumerate(({"response_format": form}, {"tools": [tool], "tool_choice": "required"}), 1):
-        request = body(count=2500, ignore_eos=False, temperature=1.0, seed=5, **fields)
+        request = body(count=2500, ignore_eos=False, **fields)
         moving = Follower(web, session, request, f"c{fence}")
         reading = asyncio.ensure_future(moving.read(home, {fence: away}))
         # Calls are held back, so what is seen of them tells little.
