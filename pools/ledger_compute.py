@@ -21,10 +21,17 @@ def compute_bytes(facts: ModelFacts, form: Form, *, inputs_only: bool = False) -
     return _graph_bytes(facts, form, _logits_bytes(facts, form))
 
 
-def device_compute_bytes(facts: ModelFacts, form: Form, host_expert_bytes: int) -> int:
-    """The card's buffer: the graph, the sampler's ranking, and copies of the experts that stay with the host."""
+def device_compute_bytes(
+    facts: ModelFacts, form: Form, host_expert_bytes: int, *, attends_for_host: bool = False
+) -> int:
+    """The card's buffer: the graph, the sampler's ranking, and copies of what stays with the host: experts, and with
+    `attends_for_host` a layer's keys and values."""
     logits = _logits_bytes(facts, form) + _ranking_bytes(facts, form)
-    graph = _graph_bytes(facts, form, logits, _unpacked_bytes(facts, form))
+    beside = _unpacked_bytes(facts, form)
+    if attends_for_host and form.copies_weights:
+        row_bytes = facts.kv_row_bytes(max(facts.kv_heads, default=0), form.kv_type_k, form.kv_type_v)
+        beside += form.cells * row_bytes
+    graph = _graph_bytes(facts, form, logits, beside)
     largest = max(facts.weights.expert_bytes, default=0)
     return graph + (_OFFLOAD_LAYERS * largest // 3 if host_expert_bytes and form.copies_weights else 0)
 

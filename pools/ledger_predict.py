@@ -27,7 +27,8 @@ def predict(facts: ModelFacts, form: Form) -> Prediction:
         output_bytes=_output_bytes(facts, form),
         cache_bytes=0 if form.pooling else form.host_cache_bytes,
     )
-    inputs_only = split.card_is_used and split.all_on_card
+    # Of layers that stay with the host a card that copies weights computes all but steps of few tokens.
+    inputs_only = split.card_is_used and (split.all_on_card or form.copies_weights)
     host = dataclasses.replace(
         host,
         mapped_bytes=host.weights_bytes + host.expert_bytes if form.mmap else 0,
@@ -35,7 +36,7 @@ def predict(facts: ModelFacts, form: Form) -> Prediction:
         projector_bytes=0 if split.card_is_used else form.projector_bytes,
     )
     if split.card_is_used:
-        compute = device_compute_bytes(facts, form, host.expert_bytes)
+        compute = device_compute_bytes(facts, form, host.expert_bytes, attends_for_host=host.kv_bytes > 0)
         on_card = dataclasses.replace(on_card, compute_bytes=compute, projector_bytes=form.projector_bytes)
     if split.drafts:
         drafts = _draft_ledger(facts, form)

@@ -14,7 +14,9 @@ from bench.vocabulary import ROOT
 
 
 def move(tokens: int, pause_ms: float, model: str = "m") -> Move:
-    return Move(model, tokens, 1.0, 0.2, 1000, pause_ms / 1000, pause_ms / 4, pause_ms, 0.02, 1000, 0.01, "arena", {}, {})
+    return Move(
+        model, tokens, 1.0, 0.2, 1000, pause_ms / 1000, pause_ms / 4, pause_ms, 0.02, 1000, 0.01, "arena", {}, {}
+    )
 
 
 def test_the_last_line_tells_the_worst_model_at_the_longest_context() -> None:
