@@ -91,7 +91,9 @@ class StreamShelf:
 
     def __init__(self) -> None:
         self._kept: dict[uuid.UUID, _Kept] = {}
+        # There while streams are kept or somebody asks.
         self._client: redis.asyncio.Redis | None = None
+        self._asking = 0
         self._flushing: asyncio.Task[None] | None = None
         self._outage = Outage("streams cannot be resumed on another replica, Valkey does not answer")
         self._bytes = 0
@@ -148,6 +150,9 @@ class StreamShelf:
             self._flushing.cancel()
             await asyncio.wait([self._flushing])
         await self._flush()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -160,6 +165,8 @@ class StreamShelf:
                 await self._flush()
         finally:
             self._flushing = None
+            if not self._asking:
+                await self._disconnect()
 
     async def _flush(self) -> None:
         for request_id, kept in list(self._kept.items()):
@@ -211,12 +218,17 @@ class StreamShelf:
         """None where Valkey does not answer."""
         if self._outage.lasts:
             return None
+        self._asking += 1
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await call(*arguments)
         except (OSError, RedisError, TimeoutError) as error:
             self._outage.tell(error)
             return None
+        finally:
+            self._asking -= 1
+            if not self._asking and not self._kept:
+                await self._disconnect()
 
 
 def _keys(scope: str, request_id: str) -> tuple[str, str]:
