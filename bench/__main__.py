@@ -13,26 +13,16 @@ from typing import Any
 
 from bench import engine, handoff, kv, park, pd, placement, prefix, router, spec, store
 from bench.errors import BenchError
-from bench.servers import model_path
+from bench.servers import model_path, setting
 from bench.vocabulary import ROOT
 from engines.copy_environment import copy_environment
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", default=str(ROOT / "build" / "peer"), help="folder of `make peer`, or none")
     parser.add_argument("--threads", type=int, default=0, help="compute threads of both; 0: all cores but one")
     parser.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU in both; -1: all")
-    parser.add_argument(
-        "--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of EngineConfig"
-    )
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of EngineConfig")
     parser.add_argument("--peer-argument", action="append", default=[], help="further one of llama-server, as =--flag")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench-logs", help="folder of the servers' logs")
 

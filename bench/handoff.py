@@ -13,11 +13,9 @@ import argparse
 import asyncio
 import json
 import re
-import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ import aiohttp
 
 from bench.errors import BenchError
 from bench.kv_copy import Copies, copies
-from bench.load import Prompts, Request, answer, client_session
+from bench.load import Prompts, Request, calibrated, client_session, events_of
 from bench.measures import median
 from bench.report import print_table
-from bench.servers import HYDRA, ServerSettings, compute_threads, model_path, serving
+from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 
@@ -135,7 +133,7 @@ class _Bench:
         self._name, self._contexts, self._options, self._ends_at = name, contexts, options, ends_at
         threads = compute_threads(options.threads)
         cells = contexts[-1] + ROOM_TOKENS
-        self._ports = [_free_port(), _free_port()]
+        self._ports = [free_port(), free_port()]
         self._settings = [
             ServerSettings(
                 path,
@@ -158,7 +156,7 @@ class _Bench:
     async def _moves(self, sides: list[Side]) -> list[Move]:
         found: list[Move] = []
         async with client_session() as web:
-            prompts = await _calibrated(web, sides[0])
+            prompts = await calibrated(web, sides[0].base_url)
             await self._warm(web, sides, prompts)
             for round_number in range(self._options.rounds):
                 for context in self._contexts:
@@ -240,7 +238,7 @@ class _Stream:
         coming: asyncio.Task[aiohttp.ClientResponse] | None = None
         moved = False
         async with await self._post(home.base_url + PATH) as response:
-            async for event in _events(response):
+            async for event in events_of(response):
                 if event.startswith(b"event: hydra."):
                     moved = event.startswith(b"event: hydra.moved")
                     handoff = json.loads(event.split(b"data: ")[1])["handoff"]
@@ -252,7 +250,7 @@ class _Stream:
             return
         self.switched_after = len(self.arrivals)
         async with await coming as response:
-            async for event in _events(response):
+            async for event in events_of(response):
                 self._note(event)
 
     async def _post(self, url: str, more: dict[str, str] | None = None) -> aiohttp.ClientResponse:
@@ -290,23 +288,6 @@ class _Stream:
         return pause_s, pause_s / usual_s if usual_s else 0.0
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    pending = b""
-    async for data in response.content.iter_any():
-        *events, pending = (pending + data).split(b"\n\n")
-        for event in events:
-            yield event
-
-
-async def _calibrated(web: aiohttp.ClientSession, side: Side) -> Prompts:
-    words = (100, 300)
-    lengths = []
-    for count in words:
-        request = Request(Prompts(0.0, 1.0).messages(count, "calibration"), 1)
-        lengths.append((await answer(web, side.base_url, request)).prompt_tokens)
-    return Prompts().calibrated(words, (lengths[0], lengths[1]))
-
-
 def _copy_s(copying: Copies, size_bytes: int) -> float:
     """Out and in again, the better of three."""
     import numpy as np
@@ -317,12 +298,6 @@ def _copy_s(copying: Copies, size_bytes: int) -> float:
 
 def _rpc_settings(port: int) -> dict[str, Any]:
     return {"rpc_port": port, "rpc_secret": SECRET}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 COLUMNS = (

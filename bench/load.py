@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,3 +160,22 @@ def _read_event(event: bytes) -> tuple[bool, dict[str, Any] | None]:
     delta = choice.get("delta") or {}
     has_text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
     return bool(has_text), chunk.get("usage")
+
+
+async def events_of(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """An answer's events as they come, without the empty lines between them."""
+    pending = b""
+    async for data in response.content.iter_any():
+        *events, pending = (pending + data).split(b"\n\n")
+        for event in events:
+            yield event
+
+
+async def calibrated(web: aiohttp.ClientSession, base_url: str) -> Prompts:
+    """Prompts whose lengths are the server's tokens."""
+    words = (100, 300)
+    lengths = []
+    for count in words:
+        request = Request(Prompts(0.0, 1.0).messages(count, "calibration"), 1)
+        lengths.append((await answer(web, base_url, request)).prompt_tokens)
+    return Prompts().calibrated(words, (lengths[0], lengths[1]))

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ from typing import Any
 import aiohttp
 
 from bench.errors import BenchError
-from bench.load import Prompts, Request, answer, client_session
+from bench.load import Request, calibrated, client_session, events_of
 from bench.measures import median
 from bench.report import print_table
-from bench.servers import HYDRA, ServerSettings, compute_threads, model_path, serving
+from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving, setting
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 
@@ -73,16 +71,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, help="file for all figures, as JSON")
     for side in ("prefill", "decode"):
         command.add_argument(
-            f"--set-{side}", type=_setting, action="append", metavar="KEY=VALUE", help=f"of the {side} engine alone"
+            f"--set-{side}", type=setting, action="append", metavar="KEY=VALUE", help=f"of the {side} engine alone"
         )
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +110,7 @@ class _Bench:
     def __init__(self, name: str, path: Path, options: argparse.Namespace, ends_at: float | None) -> None:
         self._name, self._options, self._ends_at = name, options, ends_at
         self._contexts = sorted(int(text) for text in options.contexts.split(","))
-        self._ports = (_free_port(), _free_port())
+        self._ports = (free_port(), free_port())
         common = dict(options.set)
         own = (dict(options.set_prefill or ()), dict(options.set_decode) if options.set_decode else SLOW)
         cells = self._contexts[-1] + options.answer + ROOM_TOKENS
@@ -146,7 +136,7 @@ class _Bench:
     async def _splits(self, urls: tuple[str, str]) -> list[Split]:
         found: list[Split] = []
         async with client_session() as web:
-            prompts = await _calibrated(web, urls[0])
+            prompts = await calibrated(web, urls[0])
             await self._one(web, urls, prompts.messages(self._contexts[0], "warm"))
             for round_number in range(self._options.rounds):
                 for context in self._contexts:
@@ -230,7 +220,7 @@ class _Stream:
         coming: asyncio.Task[aiohttp.ClientResponse] | None = None
         try:
             async with await self._post(url + PATH) as response:
-                async for event in _events(response):
+                async for event in events_of(response):
                     if event.startswith(b"event: hydra."):
                         handoff = json.loads(event.split(b"data: ")[1])["handoff"]
                         target = f"{second_url}/handoffs/{handoff}/stream"
@@ -240,7 +230,7 @@ class _Stream:
                         self._note(event)
             if self.went_on and coming is not None:
                 async with await coming as response:
-                    async for event in _events(response):
+                    async for event in events_of(response):
                         self._note(event)
         finally:
             if coming is not None:
@@ -266,29 +256,6 @@ class _Stream:
             if said := (delta.get("content") or "") + (delta.get("reasoning_content") or ""):
                 self.text += said
                 self.arrivals.append(time.monotonic())
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    pending = b""
-    async for data in response.content.iter_any():
-        *events, pending = (pending + data).split(b"\n\n")
-        for event in events:
-            yield event
-
-
-async def _calibrated(web: aiohttp.ClientSession, url: str) -> Prompts:
-    words = (100, 300)
-    lengths = []
-    for count in words:
-        request = Request(Prompts(0.0, 1.0).messages(count, "calibration"), 1)
-        lengths.append((await answer(web, url, request)).prompt_tokens)
-    return Prompts().calibrated(words, (lengths[0], lengths[1]))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _cells(split: Split) -> list[str]:

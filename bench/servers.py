@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import subprocess
@@ -77,6 +78,15 @@ def model_path(name: str) -> Path:
     return Path(name).resolve()
 
 
+def setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE of a command line; the value is JSON, or text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def compute_threads(wanted: int) -> int:
     """0: all cores but one, which the client and the HTTP side need."""
     return wanted or max(1, len(os.sched_getaffinity(0)) - 1)
@@ -93,7 +103,7 @@ def peer_binary(peer: Path, name: str) -> Path:
 @contextlib.contextmanager
 def serving(form: str, settings: ServerSettings, logs: Path) -> Iterator[Running]:
     """Starts `hydra` or llama-server in one of FORMS, waits until it is ready, and ends it afterwards."""
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = _hydra_command(settings, port, Path(folder)) if form == HYDRA else _peer_command(form, settings, port)
         log_path = logs / f"{form}-{port}.log"
@@ -146,7 +156,7 @@ def _peer_command(form: str, settings: ServerSettings, port: int) -> list[str]:
     return [str(peer_binary(settings.peer, "llama-server")), *flat, *FORMS[form], *settings.peer_arguments]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

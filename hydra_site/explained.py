@@ -9,20 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pools.router_plan import TERMS
 from sessions.services import TurnView
 
-TERMS = (
-    "queue_s",
-    "load_s",
-    "restore_s",
-    "fixed_s",
-    "wake_s",
-    "prefill_s",
-    "drift_s",
-    "decode_s",
-    "evict_s",
-    "others_s",
-)
 _NAMES_A_CHOICE = ("engine", "mode", "prefill_engine_id")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -55,13 +55,13 @@ class Terms:
     queue_s: float = 0.0
     load_s: float = 0.0
     restore_s: float = 0.0
+    fixed_s: float = 0.0
+    wake_s: float = 0.0
     prefill_s: float = 0.0
+    drift_s: float = 0.0
     decode_s: float = 0.0
     evict_s: float = 0.0
     others_s: float = 0.0
-    fixed_s: float = 0.0
-    wake_s: float = 0.0
-    drift_s: float = 0.0
 
     @property
     def beside_s(self) -> float:
@@ -80,6 +80,10 @@ class Terms:
             + self.others_s
             + self.beside_s
         )
+
+
+# As a first token's and then a request's time passes.
+TERMS = tuple(field.name for field in fields(Terms))
 
 
 @dataclass(frozen=True, slots=True)

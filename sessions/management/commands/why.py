@@ -8,24 +8,13 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 
+from pools.router_plan import TERMS
 from sessions import services
 from sessions.services import TurnView
 
 MOST = 1000
 # A prediction that is off by less than this factor chooses well enough among unlike engines.
 NEAR = 2.0
-_TERMS = (
-    "queue_s",
-    "load_s",
-    "restore_s",
-    "fixed_s",
-    "wake_s",
-    "prefill_s",
-    "drift_s",
-    "decode_s",
-    "evict_s",
-    "others_s",
-)
 
 
 class Command(BaseCommand):
@@ -80,7 +69,7 @@ def described(turn: TurnView) -> str:
         lines.append(f"  split: {split['prefill']} → {split['decode']}: {told}")
     for candidate in explanation.get("candidates", ()):
         terms = candidate["terms"]
-        told = ", ".join(f"{name[:-2]} {_ms(terms[name])}" for name in _TERMS if terms.get(name))
+        told = ", ".join(f"{name[:-2]} {_ms(terms[name])}" for name in TERMS if terms.get(name))
         lines.append(
             f"  {candidate['engine']:<12} {candidate['mode']:<5} {_ms(candidate['cost_s'])} = {told or 'nothing'}"
             f"; {candidate['held_tokens']} tokens held, {candidate['cached_tokens']} without computing"
