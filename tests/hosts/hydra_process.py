@@ -62,3 +62,37 @@ def ask(machine: Machine, url: str, body: Any = None, key: str = "") -> tuple[in
     done = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True)
     status, answer = json.loads(done.stdout)
     return status, answer
+
+
+_KNOCK = """
+import sys, psycopg
+try:
+    psycopg.connect(sys.argv[1], connect_timeout=10).close()
+except psycopg.Error as error:
+    print(type(error).__name__, error)
+"""
+_COMMAND = """
+import json, sys, redis
+url, *command = sys.argv[1:]
+try:
+    with redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=10, decode_responses=True) as broker:
+        print(json.dumps([broker.execute_command(*command), ""]))
+except redis.RedisError as error:
+    print(json.dumps([None, f"{type(error).__name__} {error}"]))
+"""
+
+
+def refusal(machine: Machine, url: str) -> str:
+    """What a database or a broker says to who comes from `machine` with this URL, "" when it lets in."""
+    if not url.startswith("postgres"):
+        return ask_broker(machine, url, "PING")[1]
+    argv = machine.command(sys.executable, "-c", _KNOCK, url)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
+def ask_broker(machine: Machine, url: str, *command: str) -> tuple[Any, str]:
+    """The answer of one command sent from `machine`, or None and why there is none."""
+    argv = machine.command(sys.executable, "-c", _COMMAND, url, *command)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    answer, error = json.loads(done.stdout)
+    return answer, error

@@ -24,6 +24,7 @@ class OutsideServers:
     def __init__(self, folder: Path, address: str, network: str, prefix: list[str]) -> None:
         self._folder, self.address, self._network, self._prefix = folder, address, network, prefix
         self.postgres_port, self.valkey_port = 5432, 6379
+        self.psql = postgres._binary("psql")
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
@@ -37,7 +38,7 @@ class OutsideServers:
     def __enter__(self) -> OutsideServers:
         try:
             self._start_postgres()
-            self.start_valkey()
+            self._start_valkey()
         except BaseException:
             self.__exit__()
             raise
@@ -56,8 +57,12 @@ class OutsideServers:
             process.kill()
             process.wait(5)
 
-    def start_valkey(self) -> None:
-        """Without an ACL file: a restart forgets the users that were made."""
+    def restart_broker(self) -> None:
+        """Without an ACL file it forgets the users that were made."""
+        self.stop("valkey")
+        self._start_valkey()
+
+    def _start_valkey(self) -> None:
         conf = self._folder / "valkey.conf"
         lines = [
             f"bind {self.address}",
@@ -85,7 +90,7 @@ class OutsideServers:
         self._run("postgres", list(server.argv), server.env)
         superuser = [
             *self._prefix,
-            str(postgres._binary("psql")),
+            str(self.psql),
             f"postgresql://{postgres.USER}:the%20superuser's%20password@{self.address}:{self.postgres_port}/postgres",
         ]
         deadline = time.monotonic() + START_TIMEOUT_S
