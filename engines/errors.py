@@ -55,58 +55,24 @@ LaunchError                          an engine process could not be started (nev
 
 from __future__ import annotations
 
-
-class EngineError(Exception):
-    """A failure with everything an HTTP answer needs: code, status, hint and whether a retry makes sense."""
-
-    code = "engine_error"
-    http_status = 500
-    error_type = "server_error"
-    retryable = False
-    hint: str | None = None
-    retry_after_s: int | None = None
-    loading: dict[str, object] | None = None
-
-    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        if hint is not None:
-            self.hint = hint
-
-    def body(self) -> dict[str, object]:
-        """The error in OpenAI's shape, with our hint beside it."""
-        error: dict[str, object] = {
-            "message": self.message,
-            "type": self.error_type,
-            "param": self.param,
-            "code": self.code,
-        }
-        if self.hint:
-            error["hint"] = self.hint
-        return {"error": error, **self.beside()}
-
-    def beside(self) -> dict[str, object]:
-        """What stands beside the error, in every shape."""
-        return {} if self.loading is None else {"loading": self.loading}
-
-    def messages_body(self) -> dict[str, object]:
-        """The error in the shape of Anthropic's Messages API, with our code and hint beside it."""
-        kind = _MESSAGES_TYPES.get(self.http_status, "invalid_request_error" if self.http_status < 500 else "api_error")
-        error = {"type": kind, "message": self.message, "code": self.code}
-        return {"type": "error", "error": {**error, "hint": self.hint} if self.hint else error, **self.beside()}
-
-
-# Anthropic's names, by status; its clients choose an exception by the status alone.
-_MESSAGES_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+from engines.error_base import EngineError as EngineError
+from engines.state_errors import GenerationMoved as GenerationMoved
+from engines.state_errors import GenerationStays as GenerationStays
+from engines.state_errors import HandoffStale as HandoffStale
+from engines.state_errors import HandoffUnknown as HandoffUnknown
+from engines.state_errors import SessionNotHeld as SessionNotHeld
+from engines.state_errors import SlotBusy as SlotBusy
+from engines.state_errors import SlotEmpty as SlotEmpty
+from engines.state_errors import SlotFileFailed as SlotFileFailed
+from engines.state_errors import SlotFileNotFound as SlotFileNotFound
+from engines.state_errors import SlotNotFound as SlotNotFound
+from engines.state_errors import SlotOccupied as SlotOccupied
+from engines.state_errors import StateError as StateError
+from engines.state_errors import StateHasImages as StateHasImages
+from engines.state_errors import StateIncompatible as StateIncompatible
+from engines.state_errors import StateInvalid as StateInvalid
+from engines.state_errors import StateSharingOff as StateSharingOff
+from engines.state_errors import StateTooLarge as StateTooLarge
 
 
 class InvalidRequest(EngineError):
@@ -167,122 +133,6 @@ class ConstraintFailed(EngineError):
 class TemplateBroken(EngineError):
     code = "template_broken"
     hint = "Give the engine another chat template (chat_template)."
-
-
-class StateError(EngineError):
-    """Something kept a slot's state from leaving or entering; the slot is free, and empty if it was being filled."""
-
-    code = "state_error"
-
-
-class SlotNotFound(StateError):
-    code = "slot_not_found"
-    http_status = 404
-    error_type = "not_found_error"
-    hint = "GET /slots lists the slots."
-
-
-class SlotEmpty(StateError):
-    code = "slot_empty"
-    http_status = 404
-    error_type = "not_found_error"
-    hint = "A slot has state once a request ran in it."
-
-
-class SessionNotHeld(StateError):
-    code = "session_not_held"
-    http_status = 404
-    error_type = "not_found_error"
-    hint = "It may be in the store already, or on another engine."
-
-
-class SlotBusy(StateError):
-    code = "slot_busy"
-    http_status = 409
-    error_type = "conflict_error"
-    retryable = True
-    retry_after_s = 1
-    hint = "Wait until GET /slots shows the slot idle, or use another slot."
-
-
-class SlotFileNotFound(StateError):
-    code = "slot_file_not_found"
-    http_status = 404
-    error_type = "not_found_error"
-    hint = "A slot is saved under a name with POST /slots/{id}?action=save."
-
-
-class SlotFileFailed(StateError):
-    code = "slot_file_failed"
-    hint = "The disk under slot_save_path is full, failing or not writable."
-
-
-class SlotOccupied(StateError):
-    code = "slot_occupied"
-    http_status = 409
-    error_type = "conflict_error"
-    hint = "Take an empty slot, or allow what it holds to be replaced (erase_existing)."
-
-
-class StateHasImages(StateError):
-    # Not a 409, which a peer takes for "not now".
-    code = "state_has_images"
-    http_status = 400
-    error_type = "invalid_request_error"
-    hint = "Send the conversation, images included, to the other engine, which computes it again."
-
-
-class StateInvalid(StateError):
-    code = "state_invalid"
-    http_status = 400
-    error_type = "invalid_request_error"
-
-
-class StateIncompatible(StateError):
-    code = "state_incompatible"
-    http_status = 422
-    error_type = "invalid_request_error"
-    hint = "Both engines must serve the same model file with the same KV types; GET /slots/{id}/state/meta shows the fingerprint."
-
-
-class HandoffStale(StateError):
-    code = "handoff_stale"
-    http_status = 409
-    error_type = "invalid_request_error"
-
-
-class HandoffUnknown(StateError):
-    code = "handoff_unknown"
-    http_status = 404
-    error_type = "not_found_error"
-
-
-class GenerationStays(StateError):
-    code = "generation_stays"
-    http_status = 409
-    error_type = "invalid_request_error"
-
-
-class GenerationMoved(StateError):
-    """`param` is the handoff's id: `POST /handoffs/{id}/stream` of the other engine has the rest."""
-
-    code = "generation_moved"
-    http_status = 409
-    error_type = "invalid_request_error"
-    retryable = True
-
-
-class StateTooLarge(StateError):
-    code = "state_too_large"
-    http_status = 413
-    error_type = "invalid_request_error"
-    hint = "Serve the model with a longer context."
-
-
-class StateSharingOff(StateError):
-    code = "state_sharing_off"
-    http_status = 501
-    hint = "The engine's log has the reason; it serves chat all the same."
 
 
 class NotServed(EngineError):

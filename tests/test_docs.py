@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENGINE_PAGE = (ROOT / "docs" / "engine.md").read_text()
+ERROR_MODULES = ("engines.errors", "engines.state_errors")
 CODE = re.compile(r"`([^`\s]+)`")
 # A file or folder of this repository, perhaps with a *; paths of the API begin with a slash.
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*\.(py|md)|[\w.*-]+(/[\w.*-]+)+")
@@ -111,7 +112,7 @@ def test_every_error_code_stands_there_with_its_status() -> None:
     kinds = list(EngineError.__subclasses__())
     for kind in kinds:
         kinds += kind.__subclasses__()
-    ours = {kind.code: str(kind.http_status) for kind in kinds if kind.__module__ == "engines.errors"}
+    ours = {kind.code: str(kind.http_status) for kind in kinds if kind.__module__ in ERROR_MODULES}
     assert {code: statuses.get(code) for code in ours} == ours
 
 
