@@ -23,21 +23,24 @@ LEAST_SHARED_BYTES = 2 * STRETCH_BYTES
 Readable = bytes | bytearray | memoryview
 
 
-def digest_of(data: Readable) -> bytes:
-    """BLAKE3, 32 bytes: what names a piece wherever it lies, and what nobody can forge."""
-    if len(data) >= LEAST_SHARED_BYTES and helpers():
+def digest_of(data: Readable, helpers: int | None = None) -> bytes:
+    """BLAKE3, 32 bytes: what names a piece wherever it lies, and what nobody can forge. `helpers` as for `checksum_of`."""
+    if len(data) >= LEAST_SHARED_BYTES and _helpers(helpers):
         return blake3.blake3(data, max_threads=blake3.blake3.AUTO).digest()
     return blake3.blake3(data).digest()
 
 
-def checksum_of(data: Readable) -> bytes:
-    """16 bytes, as fast as memory. Enough between processes of one host that trust each other."""
+def checksum_of(data: Readable, helpers: int | None = None) -> bytes:
+    """16 bytes, as fast as memory. Enough between processes of one host that trust each other.
+
+    `helpers`: threads that share the work with the caller's; None: as many as this machine can spare.
+    """
     view = memoryview(data).cast("B")
     size = len(view)
     if size <= STRETCH_BYTES:
         return xxhash.xxh3_128_digest(view)
     stretches = -(-size // STRETCH_BYTES)
-    shares = min(helpers() + 1, stretches) if size >= LEAST_SHARED_BYTES else 1
+    shares = min(_helpers(helpers) + 1, stretches) if size >= LEAST_SHARED_BYTES else 1
     if shares == 1:
         return xxhash.xxh3_128_digest(_row(view, 0, stretches))
     bounds = [stretches * share // shares for share in range(shares + 1)]
@@ -52,8 +55,10 @@ def _row(view: memoryview, first: int, end: int) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(view[start : start + STRETCH_BYTES]) for start in starts)
 
 
-def helpers() -> int:
+def _helpers(wanted: int | None = None) -> int:
     """Threads beside the caller's; none where the cores are needed for something else."""
+    if wanted is not None:
+        return wanted
     return min(MOST_HELPERS, max(0, (len(os.sched_getaffinity(0)) - 2) // 2))
 
 
@@ -66,5 +71,5 @@ def _pool() -> ThreadPoolExecutor:
     global _threads
     if _threads is None:
         with _lock:
-            _threads = _threads or ThreadPoolExecutor(helpers(), thread_name_prefix="checksum")
+            _threads = _threads or ThreadPoolExecutor(max(1, _helpers()), thread_name_prefix="checksum")
     return _threads
