@@ -17,15 +17,17 @@ MAX_ADDRESS_CHARS = 64
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Times in seconds. `prefill_token_s` for each token of a prompt, `prefill_pair_s` for what its square grows by.
+    """Times in seconds. `prefill_token_s` for each token of a prompt, `prefill_pair_s` for what its square grows by,
+    `prefill_beside_s` for each pair of one of its tokens and one of others' in the cache.
 
     `steps` are streams and seconds of a decode step with an empty cache, ascending; `resident_token_s` comes on top for each
-    token in it. `pending_tokens` is what each prompt without an answer still has to compute. `chunk_s` is a piece of a prompt
-    between two steps of the others, which wait for it; `interleaves`: it has a call of its own. `kv_group` names the engines
-    that KV may be shared with, "" none. `restore_bytes_per_s` is how fast states come in from the host's store, 0 unknown.
-    `sessions` are tokens held by conversation, the one used last at the end; `idle_tokens` and `idle_s` tell of the one that
-    would have to go next. `links` are bytes per second at which other hosts' stores ("address:port") were read. `streams_kv`: a
-    request may come or leave while it runs; a token's KV then takes `kv_token_bytes`, what belongs to no token `kv_part_bytes`.
+    token in it, and `own_token_s` for each of those who decode, now `own_tokens`. `pending_tokens` is what each prompt without an
+    answer still has to compute. `chunk_s` is a piece of a prompt between two steps of the others, which wait for it;
+    `interleaves`: it has a call of its own. `kv_group` names the engines that KV may be shared with, "" none.
+    `restore_bytes_per_s` is how fast states come in from the host's store, 0 unknown. `sessions` are tokens held by conversation,
+    the one used last at the end; `idle_tokens` and `idle_s` tell of the one that would have to go next. `links` are bytes per
+    second at which other hosts' stores ("address:port") were read. `streams_kv`: a request may come or leave while it runs; a
+    token's KV then takes `kv_token_bytes`, what belongs to no token `kv_part_bytes`.
     """
 
     model: str
@@ -54,6 +56,9 @@ class EngineRates:
     streams_kv: bool = False
     kv_token_bytes: float = 0.0
     kv_part_bytes: float = 0.0
+    prefill_beside_s: float = 0.0
+    own_token_s: float = 0.0
+    own_tokens: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRates:
@@ -90,6 +95,9 @@ class EngineRates:
             streams_kv=bool(values.get("streams_kv", False)),
             kv_token_bytes=_seconds(values.get("kv_token_bytes", 0.0)),
             kv_part_bytes=_seconds(values.get("kv_part_bytes", 0.0)),
+            prefill_beside_s=_seconds(values.get("prefill_beside_s", 0.0)),
+            own_token_s=_seconds(values.get("own_token_s", 0.0)),
+            own_tokens=int(_seconds(values.get("own_tokens", 0))),
         )
 
 

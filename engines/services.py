@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class EngineEndpoint:
     """A ready engine as dispatch sees it. `context_tokens` bounds one request. `kv_family` names the quants that its model lets
-    share KV, "" none; a request is split over two of them up to `most_kv_loss` (nats), as the model's `run_mode` says."""
+    share KV, "" none; a request is split over two of them up to `most_kv_loss` (nats), as the model's `run_mode` says. Engines of
+    one `gpu_id` have its device between them."""
 
     engine_id: int
     name: str
@@ -47,6 +48,7 @@ class EngineEndpoint:
     run_mode: str = field(default="auto", compare=False)
     kv_family: str = field(default="", compare=False)
     most_kv_loss: float = field(default=0.0, compare=False)
+    gpu_id: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
             "variant__model__kv_family",
             "variant__model__shares_kv_family",
             "variant__model__most_kv_loss",
+            "gpu_id",
             "variant__model__name",
             "variant_id",
             "slots",
@@ -297,9 +300,10 @@ def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
             sees_images=bool(projector),
             run_mode=run_mode,
             kv_family=family if shares else "",
-            most_kv_loss=most_loss,
+            most_kv_loss=loss,
+            gpu_id=gpu,
         )
-        for pk, engine, address, port, rpc_secret, host_name, projector, run_mode, family, shares, most_loss, *values in serving
+        for pk, engine, address, port, rpc_secret, host_name, projector, run_mode, family, shares, loss, gpu, *values in serving
     ]
 
 
@@ -310,30 +314,27 @@ def engine_rpc(engine_id: int) -> EngineRpc | None:
     return None if values is None else EngineRpc(*values)
 
 
+# Where a view's fields stand that are not columns of the engine's own row; None: made of others.
+_VIEW_COLUMNS: dict[str, str | None] = {
+    "id": "pk",
+    "model_name": "variant__model__name",
+    "variant_filename": "variant__filename",
+    "quantization": "variant__quantization",
+    "base_url": None,
+    "secret": None,
+}
+
+
 def engine_views() -> tuple[EngineView, ...]:
-    """All engines, ordered by name."""
-    engines = Engine.objects.select_related("host", "variant__model").order_by("name")
+    """All engines, ordered by name. Read every second by each site: as plain values, without what the view does not show."""
+    names = [name for name in EngineView.__dataclass_fields__ if _VIEW_COLUMNS.get(name, name)]
+    columns = [_VIEW_COLUMNS.get(name) or name for name in names]
+    rows = Engine.objects.order_by("name").values_list("host__address", "http_port", "rpc_secret", *columns)
     return tuple(
         EngineView(
-            id=engine.pk,
-            name=engine.name,
-            host_id=engine.host_id,
-            gpu_id=engine.gpu_id,
-            model_name=engine.variant.model.name,
-            variant_filename=engine.variant.filename,
-            quantization=engine.variant.quantization,
-            wanted=engine.wanted,
-            state=engine.state,
-            epoch=engine.epoch,
-            slots=engine.slots,
-            context_tokens=engine.context_tokens,
-            threads=engine.threads,
-            base_url=engine.base_url,
-            last_error=engine.last_error,
-            restarts=engine.restarts,
-            last_seen_at=engine.last_seen_at,
-            ready_at=engine.ready_at,
-            secret=http_secret(engine.rpc_secret, engine.host.address),
+            base_url=None if port is None else http_url(address, port),
+            secret=http_secret(rpc_secret, address),
+            **dict(zip(names, values, strict=True)),
         )
-        for engine in engines
+        for address, port, rpc_secret, *values in rows
     )

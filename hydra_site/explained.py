@@ -83,7 +83,7 @@ def explained(turn: TurnView) -> ExplainedTurn:
         guessed_answer_tokens=explanation.get("output_tokens"),
         choices=tuple(_choice(candidate, chosen, candidates, longest_s) for candidate in candidates),
         refusals=tuple(explanation.get("refusals", ())),
-        happened=_happened(turn, longest_s),
+        happened=_happened(turn, explanation.get("came") or {}, longest_s),
         run_mode="" if explanation.get("run_mode", "auto") == "auto" else explanation["run_mode"],
         split=_split(explanation.get("split")),
     )
@@ -129,7 +129,10 @@ def _is_chosen(candidate: dict[str, Any], chosen: dict[str, Any]) -> bool:
     return bool(chosen) and all(candidate.get(name) == chosen[name] for name in _NAMES_A_CHOICE if name in chosen)
 
 
-def _happened(turn: TurnView, longest_s: float) -> tuple[Part, ...]:
+def _happened(turn: TurnView, came: Mapping[str, float], longest_s: float) -> tuple[Part, ...]:
+    """Under the terms' own names where the engine told its times."""
+    if came:
+        return bar([(name.removesuffix("_s"), came[name]) for name in TERMS if came.get(name)], longest_s)
     if turn.first_token_s is None:
         return ()
     queue_s = min(turn.queue_s or 0.0, turn.first_token_s)

@@ -72,20 +72,26 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
     reuse = best_reuse(request, engine, pool)
     prompt, output = request.prompt_tokens, request.output_tokens
     decoding = engine.decoding + sent.requests
-    step_s = engine.decode.step_s(decoding + 1, engine.resident_tokens + prompt)
+    step_s = engine.decode.step_s(decoding + 1, engine.resident_tokens + prompt, engine.own_tokens + prompt)
     missing_tokens = prompt - reuse.cached_tokens
-    prefill_s = engine.prefill.seconds(reuse.cached_tokens, prompt) * interleaving(engine, decoding)
+    # What stands there of its own beginning is no other's.
+    other_tokens = max(0, engine.resident_tokens - reuse.held_tokens)
+    prefill_s = engine.prefill.seconds(reuse.cached_tokens, prompt, other_tokens) * interleaving(engine, decoding)
+    crowding = engine.crowd * engine.neighbours
     terms = Terms(
         queue_s=queue_s(engine, sent, missing_tokens),
         load_s=engine.load_s,
         restore_s=reuse.restore_s,
         prefill_s=prefill_s,
-        decode_s=output * step_s + stalls_s(engine, sent, missing_tokens),
+        decode_s=output * step_s * (1.0 + crowding) + stalls_s(engine, sent, missing_tokens),
         evict_s=evict_s(request, engine, reuse),
-        others_s=others_s(engine, sent, output, step_s, missing_tokens, prefill_s),
+        # Each of the neighbours is held up as much as this one is.
+        others_s=others_s(engine, sent, output, step_s, missing_tokens, prefill_s)
+        + crowding * (prefill_s + output * step_s),
         fixed_s=engine.fixed_s,
         wake_s=engine.wake_s,
-        drift_s=(engine.drift - 1.0) * (reuse.restore_s + prefill_s + step_s),
+        drift_s=(engine.drift - 1.0) * (prefill_s + step_s),
+        crowd_s=crowding * engine.drift * (prefill_s + step_s),
     )
     first_token_s = terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s + terms.beside_s
     return Candidate(
@@ -100,6 +106,7 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
         reuse.cached_tokens,
         reuse.restore_from,
         reuse.restore_address,
+        neighbours=engine.neighbours,
     )
 
 
@@ -119,7 +126,7 @@ def prefill_and_decode(
     prompt, output = request.prompt_tokens, request.output_tokens
     prefill_s, missing_tokens = at_first.terms.prefill_s, prompt - at_first.cached_tokens
     decoding = second.decoding + sent_second.requests
-    step_s = second.decode.step_s(decoding + 1, second.resident_tokens + prompt)
+    step_s = second.decode.step_s(decoding + 1, second.resident_tokens + prompt, second.own_tokens + prompt)
     travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
     terms = Terms(
         queue_s=at_first.terms.queue_s,
@@ -138,6 +145,7 @@ def prefill_and_decode(
         fixed_s=at_first.terms.fixed_s,
         wake_s=at_first.terms.wake_s,
         drift_s=at_first.terms.drift_s,
+        crowd_s=at_first.terms.crowd_s,
     )
     return Candidate(
         "pd",
@@ -163,7 +171,7 @@ def queue_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
     if before or after:
         # Their tokens see each other as well: by what a prompt of their mean length takes.
         mean = max(1, (before + after) // (len(engine.pending_tokens) + sent.requests))
-        a_token_s = engine.prefill.seconds(0, mean) / mean * engine.drift
+        a_token_s = engine.prefill.seconds(0, mean, engine.resident_tokens) / mean * engine.drift
         waited_s = (before + after / OLDEST_EVERY_CHUNKS) * a_token_s
     lacking = 1 + engine.queue_length + sent.requests - engine.free_slots
     if lacking > 0:
@@ -185,14 +193,18 @@ def _pending(engine: EngineView, sent: Sent, missing_tokens: int) -> tuple[int, 
 
 def stalls_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
     """How long others' prompts that are still to be computed hold this one up while it decodes."""
-    return _pending(engine, sent, missing_tokens)[1] * (1 - 1 / OLDEST_EVERY_CHUNKS) * engine.prefill.token_s
+    return (
+        _pending(engine, sent, missing_tokens)[1]
+        * (1 - 1 / OLDEST_EVERY_CHUNKS)
+        * (engine.prefill.token_s + engine.prefill.beside_s * engine.resident_tokens)
+    )
 
 
 def interleaving(engine: EngineView, decoding: int) -> float:
     """How much longer a prompt takes because others' steps stand between its chunks."""
     if not decoding or engine.chunk_s <= 0.0:
         return 1.0
-    return 1.0 + engine.decode.step_s(decoding, engine.resident_tokens) / engine.chunk_s
+    return 1.0 + engine.decode.step_s(decoding, engine.resident_tokens, engine.own_tokens) / engine.chunk_s
 
 
 def evict_s(request: RequestView, engine: EngineView, reuse: Reuse) -> float:
@@ -225,5 +237,5 @@ def steps_cost_others_s(engine: EngineView, decoding: int, output_tokens: int, s
     """The steps of those who decode take longer with one more."""
     if not decoding:
         return 0.0
-    without_s = engine.decode.step_s(decoding, engine.resident_tokens)
+    without_s = engine.decode.step_s(decoding, engine.resident_tokens, engine.own_tokens)
     return max(0.0, step_s - without_s) * output_tokens * decoding

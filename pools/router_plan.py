@@ -48,8 +48,8 @@ class Why(Enum):
 class Terms:
     """What a candidate costs, in seconds; `total_s` is their sum and nothing else.
 
-    `fixed_s`, `wake_s` and `drift_s` are learned from first tokens that came: beside the engine's steps, after idleness, and
-    where the engine is slower (or, below zero, faster) than its rates say.
+    `fixed_s`, `wake_s`, `drift_s` and `crowd_s` are learned from first tokens that came: beside the engine's steps, after
+    idleness, where the engine is slower (or, below zero, faster) than its rates say, and beside others on its device.
     """
 
     queue_s: float = 0.0
@@ -59,6 +59,7 @@ class Terms:
     wake_s: float = 0.0
     prefill_s: float = 0.0
     drift_s: float = 0.0
+    crowd_s: float = 0.0
     decode_s: float = 0.0
     evict_s: float = 0.0
     others_s: float = 0.0
@@ -66,7 +67,7 @@ class Terms:
     @property
     def beside_s(self) -> float:
         """What the engine's own rates do not tell."""
-        return self.fixed_s + self.wake_s + self.drift_s
+        return self.fixed_s + self.wake_s + self.drift_s + self.crowd_s
 
     @property
     def total_s(self) -> float:
@@ -91,8 +92,8 @@ class Candidate:
     """One way to answer. `engine_id` decodes; `prefill_engine_id` differs from it in a pd plan only.
 
     `cached_tokens` need no computing there: `held_tokens` of them are on the engine, the rest comes from `restore_from`.
-    `first_token_s` is what is predicted until the first token. `kv_loss` is the KL divergence (nats) that was measured where KV
-    of one quant is read by another, None where both are the same.
+    `first_token_s` is what is predicted until the first token, beside `neighbours` at work on its device. `kv_loss` is the KL
+    divergence (nats) that was measured where KV of one quant is read by another, None where both are the same.
     """
 
     mode: Mode
@@ -107,6 +108,13 @@ class Candidate:
     restore_from: str = ""
     restore_address: str = ""
     kv_loss: float | None = None
+    neighbours: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """What of the first token's time is no term: the step that it falls out of."""
+        terms = self.terms
+        return self.first_token_s - (terms.queue_s + terms.load_s + terms.restore_s + terms.prefill_s + terms.beside_s)
 
     def to_dict(self) -> dict[str, Any]:
         terms = {name: round(getattr(self.terms, name), 6) for name in Terms.__slots__}

@@ -20,27 +20,33 @@ READY = "ready"
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """Seconds of computing prompt tokens: so many for each, and so many for each pair of tokens that see each other."""
+    """Seconds of computing prompt tokens: so many for each, for each pair of tokens that see each other, and for each pair of one
+    of them and one of others' tokens in the cache."""
 
     token_s: float
     pair_s: float = 0.0
+    beside_s: float = 0.0
 
-    def seconds(self, cached_tokens: int, prompt_tokens: int) -> float:
-        """Of a prompt of which the first `cached_tokens` are there already."""
+    def seconds(self, cached_tokens: int, prompt_tokens: int, other_tokens: int = 0) -> float:
+        """Of a prompt of which the first `cached_tokens` are there already, while the cache holds `other_tokens` of others."""
         missing = prompt_tokens - cached_tokens
-        return 0.0 if missing <= 0 else missing * (self.token_s + self.pair_s * (prompt_tokens + cached_tokens))
+        if missing <= 0:
+            return 0.0
+        return missing * (self.token_s + self.pair_s * (prompt_tokens + cached_tokens) + self.beside_s * other_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRates:
-    """Seconds of one step: by how many streams share it (ascending, at least one entry), and for each resident token."""
+    """Seconds of one step: by how many streams share it (ascending, at least one entry), for each token in the cache, and on top
+    for each of the streams' own."""
 
     steps: tuple[tuple[int, float], ...]
     resident_token_s: float = 0.0
+    own_token_s: float = 0.0
 
-    def step_s(self, streams: int, resident_tokens: int) -> float:
+    def step_s(self, streams: int, resident_tokens: int, own_tokens: int = 0) -> float:
         """Linear between measured batch sizes, flat below the first, by the last slope beyond the last."""
-        return self._batch_s(streams) + self.resident_token_s * resident_tokens
+        return self._batch_s(streams) + self.resident_token_s * resident_tokens + self.own_token_s * own_tokens
 
     def _batch_s(self, streams: int) -> float:
         steps = self.steps
@@ -57,14 +63,16 @@ class DecodeRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine as last measured. `pending_tokens` are what each prompt before its first token still has to compute.
+    """One engine as last measured. Of its `resident_tokens` those who decode hold `own_tokens`; `pending_tokens` are what each
+    prompt before its first token still has to compute.
 
     `kv_group` names the engines that may share KV ("" none). `idle_tokens` and `idle_s` tell of the conversation that a new
     request would push out of its slot (0: an empty slot is left). `request_s` is how long a request holds a slot on average,
     `load_s` what must pass before it can serve at all, `chunk_s` a piece of a prompt between two steps of the others. `variant`
     names its weights; `kv_token_bytes` and `kv_part_bytes` are a token's KV and a recurrent state as they travel (0: unknown);
     `streams_kv`: a request may come to it, or leave it, while it runs. First tokens took `fixed_s` beside all that, `drift` times
-    what these rates say, and `wake_s` more because the engine is idle (0: it is not).
+    what these rates say, and `wake_s` more because the engine is idle (0: it is not); `crowd` times more for each of the
+    `neighbours`, which are engines at work on the same device.
     """
 
     engine_id: int
@@ -80,6 +88,7 @@ class EngineView:
     free_slots: int = 0
     decoding: int = 0
     resident_tokens: int = 0
+    own_tokens: int = 0
     pending_tokens: tuple[int, ...] = ()
     queue_length: int = 0
     queue_limit: int = 64
@@ -100,6 +109,8 @@ class EngineView:
     fixed_s: float = 0.0
     wake_s: float = 0.0
     drift: float = 1.0
+    neighbours: int = 0
+    crowd: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

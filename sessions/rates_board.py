@@ -22,12 +22,15 @@ from engines.services import EngineEndpoint
 from pools.router_plan import Candidate
 from pools.router_views import DecodeRates, EngineView, LinkView, PoolView, PrefillFit, Sent, SnapshotView
 from sessions.first_tokens import ASLEEP_S, USUAL_FIXED_S, FirstTokens
+from sessions.times_told import TimesTold
 
 FRESH_S = 1.0
 # An engine that was never asked is worth waiting for a little: its first requests would go by guesses else.
 FIRST_WAIT_S = 0.3
 # One whose rates are of another time (see STALE_S) tells quickly how it stands now, or the old ones must do.
 AGAIN_WAIT_S = 0.05
+# So long an engine's word counts that it is at work.
+BUSY_S = 2.0
 # From its choice until its engine counts it a request takes so long: rates that were asked for meanwhile do not know it.
 ON_ITS_WAY_S = 0.1
 # A host that is silent must not be asked again by every request.
@@ -47,8 +50,6 @@ LINK_WEIGHT = 0.5
 MAX_LINKS = 4096
 # How much an engine's newest answer counts in what requests cost beside their steps on engines that are new.
 FIXED_WEIGHT = 0.05
-# Somebody else's work stood before an answer that waited for more than this, and more than this share of its first token.
-OTHERS_WAIT_S, OTHERS_WAIT_SHARE = 0.05, 0.3
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +67,23 @@ class _Known:
     running: int = 0
     worked_s: float = float("-inf")
     first_tokens: FirstTokens = field(default_factory=FirstTokens)
+    gpu_id: int | None = None
+
+    def is_busy(self, now_s: float) -> bool:
+        """Whether it computes, by what this process sent there and by its own last word."""
+        if self.running:
+            return True
+        told = self.rates if now_s - self.taken_s < BUSY_S else None
+        return told is not None and bool(told.decoding or told.pending_tokens)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What an answer told: tokens of its prompt, how many of them were there already, and seconds from its arrival at the site to
-    its first token, of which it stood in the engine's line for `queue_s`."""
+    """What an answer told: tokens of its prompt, how many of them were there already, and where its time went."""
 
     prompt_tokens: int
     cached_tokens: int
-    first_token_s: float
-    queue_s: float = 0.0
+    came: TimesTold
 
 
 class RatesBoard:
@@ -152,6 +159,11 @@ class RatesBoard:
             return None
         return known.rates.sessions.get(session, 0)
 
+    def has_room(self, endpoint: EngineEndpoint) -> bool:
+        """Whether a request would get a slot there at once, as far as is known."""
+        rates = self._of(endpoint).rates
+        return rates is None or rates.free_slots - rates.queue_length > self._sent(endpoint).requests
+
     def limit(self, endpoint: EngineEndpoint, usual_queue: int) -> int:
         """How many requests may run or wait there."""
         rates = self._of(endpoint).rates
@@ -181,18 +193,35 @@ class RatesBoard:
     def answered(self, endpoint: EngineEndpoint, chosen: Candidate, guessed_tokens: int, told: Answered) -> None:
         """A request that was sent there by `chosen`, with a prompt guessed at `guessed_tokens`, had its first token."""
         known, terms = self._of(endpoint), chosen.terms
-        if known.rates is None or chosen.mode != "solo" or terms.queue_s or terms.load_s:
+        if known.rates is None or chosen.mode != "solo" or terms.load_s:
             return
-        if not terms.restore_s and told.queue_s > max(OTHERS_WAIT_S, OTHERS_WAIT_SHARE * told.first_token_s):
-            return
-        fit = PrefillFit(known.rates.prefill_token_s, known.rates.prefill_pair_s)
-        guessed_s = fit.seconds(chosen.cached_tokens, guessed_tokens)
+        rates = known.rates
+        fit = PrefillFit(rates.prefill_token_s, rates.prefill_pair_s, rates.prefill_beside_s)
+        guessed_s = fit.seconds(chosen.cached_tokens, guessed_tokens, rates.resident_tokens)
         # By what was then computed, so that a wrong guess at a prompt is not taken for a slow engine.
-        computed_s = fit.seconds(told.cached_tokens, told.prompt_tokens)
-        stretched = max(1.0, terms.prefill_s / guessed_s) if guessed_s > 0 else 1.0
-        besides_s = chosen.first_token_s - terms.prefill_s - terms.beside_s
-        known.first_tokens.note(computed_s * stretched + besides_s, told.first_token_s, asleep=terms.wake_s > 0)
+        computed_s = fit.seconds(told.cached_tokens, told.prompt_tokens, rates.resident_tokens)
+        # By the rates of then, with others' steps between.
+        then = terms.prefill_s / guessed_s if guessed_s > 0 else 1.0
+        promised_s = computed_s * then + chosen.step_s
+        neighbours = self._neighbours(endpoint)
+        if neighbours and not terms.crowd_s:
+            return  # They came later, so there is nothing that it was promised beside them.
+        known.first_tokens.note(
+            promised_s, told.came.prefill_s, told.came.fixed_s, asleep=terms.wake_s > 0, neighbours=chosen.neighbours
+        )
         self._usual_fixed_s += FIXED_WEIGHT * (known.first_tokens.now.fixed_s - self._usual_fixed_s)
+
+    def _neighbours(self, endpoint: EngineEndpoint) -> int:
+        """How many other engines compute on its device now, as far as this process knows."""
+        now_s, place = time.monotonic(), _place(endpoint)
+        return (
+            0
+            if endpoint.gpu_id is None
+            else sum(
+                known.gpu_id == endpoint.gpu_id and other != place and known.is_busy(now_s)
+                for other, known in self._known.items()
+            )
+        )
 
     def running(self, endpoint: EngineEndpoint) -> int:
         return self._of(endpoint).running
@@ -209,6 +238,7 @@ class RatesBoard:
             if len(self._known) >= MAX_ENGINES:
                 self._known = {place: one for place, one in self._known.items() if one.running or one.asking}
             known = self._known[_place(endpoint)] = _Known(first_tokens=FirstTokens(self._usual_fixed_s))
+        known.gpu_id = endpoint.gpu_id
         return known
 
     async def _ask(self, endpoint: EngineEndpoint, known: _Known) -> None:
@@ -274,14 +304,15 @@ class RatesBoard:
             endpoint.name,
             endpoint.host_name,
             endpoint.model_name,
-            PrefillFit(rates.prefill_token_s, rates.prefill_pair_s),
-            DecodeRates(rates.steps, rates.resident_token_s),
+            PrefillFit(rates.prefill_token_s, rates.prefill_pair_s, rates.prefill_beside_s),
+            DecodeRates(rates.steps, rates.resident_token_s, rates.own_token_s),
             rates.slots,
             rates.context_tokens,
             rates.cells,
             free_slots=rates.free_slots,
             decoding=rates.decoding,
             resident_tokens=rates.resident_tokens,
+            own_tokens=rates.own_tokens,
             pending_tokens=rates.pending_tokens,
             queue_length=rates.queue_length,
             queue_limit=rates.queue_limit,
@@ -299,6 +330,8 @@ class RatesBoard:
             fixed_s=beside.fixed_s,
             wake_s=beside.wake_s if time.monotonic() - known.worked_s > ASLEEP_S else 0.0,
             drift=beside.drift,
+            neighbours=self._neighbours(endpoint),
+            crowd=beside.crowd,
         )
 
     def _links(

@@ -18,6 +18,7 @@ from sessions import snapshots
 from sessions.choices import TurnState
 from sessions.identity import Identity
 from sessions.models import ApiKey, ChatSession, Turn
+from sessions.times_told import TimesTold
 
 KEY_MARK = "sk-hydra-"
 KEY_BYTES = 32
@@ -48,7 +49,7 @@ class TurnStart:
 @dataclass(frozen=True)
 class TurnEnd:
     """How a request ended. Token counts are the engine's own, 0 where it did not get to tell them. `route` is the form in which
-    it was answered in the end, `split` what became of an answer over two engines."""
+    it was answered in the end, `split` what became of an answer over two engines, `came` where its time went."""
 
     state: str
     engine_id: int
@@ -64,6 +65,7 @@ class TurnEnd:
     answer_bytes: int = 0
     route: str = "solo"
     split: dict[str, Any] | None = None
+    came: TimesTold | None = None
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,13 @@ def end_turn(turn_id: int, end: TurnEnd) -> bool:
     """Write how a request ended and add its tokens to its conversation; False when it had already ended."""
     touch(end.engine_id)
     now = timezone.now()
-    values = {name: value for name, value in vars(end).items() if name not in ("state", "split")}
+    values = {name: value for name, value in vars(end).items() if name not in ("state", "split", "came")}
     with transaction.atomic():
         running = Turn.objects.filter(pk=turn_id, state=TurnState.RUNNING)
-        if end.split is not None:
+        if end.split is not None or end.came is not None:
             explanation = running.values_list("explanation", flat=True).first() or {}
-            values["explanation"] = {**explanation, "split": end.split}
+            told = {"split": end.split, "came": end.came.to_dict() if end.came is not None else None}
+            values["explanation"] = explanation | {name: value for name, value in told.items() if value is not None}
         if not running.update(state=end.state, ended_at=now, **values):
             return False
         chat_id, is_background = Turn.objects.values_list("chat_id", "is_background").get(pk=turn_id)

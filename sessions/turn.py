@@ -24,6 +24,7 @@ from sessions.choices import TurnState
 from sessions.dialects import Dialect
 from sessions.rates_board import Answered
 from sessions.services import TurnEnd, TurnStart
+from sessions.times_told import seconds, times_told, whole_first_token_s
 
 if TYPE_CHECKING:
     from sessions.split import Split
@@ -107,9 +108,9 @@ class TurnRecord:
     def answered(self) -> Answered | None:
         """What the answer told of its first token; None where it did not."""
         outcome = self._outcome(TurnState.DONE, "")
-        if not self.is_finished or outcome.first_token_s is None or not outcome.prompt_tokens:
+        if not self.is_finished or outcome.came is None or not outcome.prompt_tokens:
             return None
-        return Answered(outcome.prompt_tokens, outcome.cached_tokens, outcome.first_token_s, outcome.queue_s or 0.0)
+        return Answered(outcome.prompt_tokens, outcome.cached_tokens, outcome.came)
 
     @property
     def is_finished(self) -> bool:
@@ -156,37 +157,36 @@ class TurnRecord:
             "predicted_first_token_s": start.predicted_first_token_s,
             **{name: round(at_s, 6) for name, at_s in self._marks.items()},
             "request_bytes": start.request_bytes,
-            **{name: value for name, value in vars(outcome).items() if name not in ("engine_id", "split")},
+            **{name: value for name, value in vars(outcome).items() if name not in ("engine_id", "split", "came")},
             **({"split": outcome.split} if outcome.split is not None else {}),
+            **({"expected": expected} if (expected := (explanation.get("chosen") or {}).get("terms")) else {}),
+            **({"came": outcome.came.to_dict()} if outcome.came is not None else {}),
             **{name: value for name, value in self._facts.timings.items() if name.endswith("_ms")},
         }
         timeline.info(json.dumps(event))
 
     def _outcome(self, state: TurnState, error_code: str) -> TurnEnd:
         facts = self._facts
-        queue_ms, rate = facts.timings.get("queue_ms"), facts.timings.get("predicted_per_second")
+        rate, duration_s = facts.timings.get("predicted_per_second"), time.monotonic() - self._arrived_s
+        first_token_s = self._first_token_s
+        if first_token_s is None:
+            first_token_s = whole_first_token_s(facts.timings, duration_s)
         return TurnEnd(
             state=state,
             engine_id=self.engine_id,
-            duration_s=time.monotonic() - self._arrived_s,
+            duration_s=duration_s,
             finish_reason=facts.finish_reason[:32],
             error_code=error_code[:64],
             prompt_tokens=facts.prompt_tokens,
             cached_tokens=facts.cached_tokens,
             completion_tokens=facts.completion_tokens,
-            queue_s=queue_ms / 1000 if isinstance(queue_ms, int | float) else None,
-            first_token_s=self._first_token_s if self._first_token_s is not None else self._engines_first_token_s(),
+            queue_s=seconds(facts.timings, "queue_ms"),
+            first_token_s=first_token_s,
             tokens_per_s=float(rate) if isinstance(rate, int | float) else None,
             answer_bytes=self._bytes,
             route=self._start.route,
+            came=times_told(facts.timings, first_token_s, duration_s),
         )
-
-    def _engines_first_token_s(self) -> float | None:
-        """Of an answer in one piece: when the engine had its first token, as it tells afterwards."""
-        times_ms = [self._facts.timings.get(name) for name in ("queue_ms", "prompt_ms")]
-        if not all(isinstance(time_ms, int | float) for time_ms in times_ms):
-            return None
-        return self._marks.get("sent_s", 0.0) + sum(times_ms) / 1000
 
     async def _write_start(self) -> int | None:
         await asyncio.sleep(START_DELAY_S)

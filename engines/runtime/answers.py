@@ -40,8 +40,8 @@ def reasoning_tokens(output: ChatOutput, generation: Generation, vocabulary: Voc
 
 
 def timings(stats: Stats) -> dict[str, Any]:
-    """llama.cpp's names; `prompt_n` counts computed prompt tokens only. `queue_ms`, `draft_length` (drafted tokens of a draft)
-    and `draft_gain` (tokens of a step) are ours."""
+    """llama.cpp's names; `prompt_n` counts computed prompt tokens only. `queue_ms`, `restore_ms`, `prompt_wait_ms`,
+    `draft_length` (drafted tokens of a draft) and `draft_gain` (tokens of a step) are ours."""
     prompt_n = stats.prompt_tokens - stats.cached_tokens
     # The first token falls out of the prompt's last step, so the decode time belongs to the others.
     steps = max(stats.completion_tokens - 1, 0)
@@ -56,6 +56,8 @@ def timings(stats: Stats) -> dict[str, Any]:
         "predicted_ms": round(stats.decode_s * 1000, 3),
         "predicted_per_token_ms": _per(stats.decode_s * 1000, steps),
         "predicted_per_second": _per(steps, stats.decode_s),
+        **({"restore_ms": round(stats.restore_s * 1000, 3)} if stats.restore_s else {}),
+        **({"prompt_wait_ms": round(stats.prompt_wait_s * 1000, 3)} if stats.prompt_wait_s > 0 else {}),
         **(_drafts(stats, steps) if stats.drafts else {}),
     }
 

@@ -281,6 +281,7 @@ class EngineCore(threading.Thread):
         slot.begin(generation)
         if generation.started_at is None:
             generation.started_at = time.monotonic()
+            generation.prompts_before_s = self.rates.prompts_s
             self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
         if generation.sampler is None:
             generation.sampler = Sampler(generation.params, self.loaded, generation.constraint)

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stats:
-    """What an answer cost. Durations in seconds; `cached_tokens` of the prompt were not computed again."""
+    """What an answer cost. Durations in seconds; `cached_tokens` of the prompt were not computed again.
+
+    Of `queue_s` the prefix was brought in from a store for `restore_s`, of `prompt_s` only others' prompts were computed for
+    `prompt_wait_s`.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -35,6 +39,8 @@ class Stats:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    restore_s: float = 0.0
+    prompt_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,8 @@ class Generation:
     `followed` says that whoever reads its stream goes along when it moves; of one that came, `continued` is the text that was
     sent elsewhere, and `arrived_tokens` of its answer were drawn there. `draws` random numbers were used up by an engine that
     was lost. `tokenizer` names the vocabulary of its tokens. `system_cut` tokens of the prompt are its system prompt and tools.
-    `incoming` is what the host's store has of the prompt.
+    `incoming` is what the host's store has of the prompt; bringing it in took `restore_s`. Steps with chunks of prompts
+    had taken `prompts_before_s` in all when it got its slot; since then `computed_s` for its own, `prompt_wait_s` for others'.
     """
 
     request_id: str
@@ -169,6 +176,10 @@ class Generation:
     draws: int = 0
     tokenizer: str = ""
     handoff: str = ""
+    restore_s: float = 0.0
+    prompts_before_s: float = 0.0
+    computed_s: float = 0.0
+    prompt_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)
@@ -230,4 +241,6 @@ class Generation:
             drafts=self.drafts,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
+            restore_s=self.restore_s,
+            prompt_wait_s=self.prompt_wait_s,
         )

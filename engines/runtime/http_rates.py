@@ -14,6 +14,7 @@ from engines.runtime.core import EngineCore
 from engines.runtime.operations import NEEDS_MODEL, Operation
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation
+from engines.runtime.rates import pairs_of
 from engines.runtime.state_desk import StateDesk
 
 
@@ -68,10 +69,13 @@ def rates_of(
         resident_tokens=cache.ledger.count - cache.ledger.free,
         prefill_token_s=rates.prefill.token_s,
         prefill_pair_s=rates.prefill.pair_s,
+        prefill_beside_s=rates.prefill.beside_s,
         steps=tuple(rates.decode.steps()),
         resident_token_s=rates.decode.resident_token_s,
-        request_s=rates.request_s,
-        chunk_s=core.planner.shared_tokens * rates.prefill.token_s,
+        own_token_s=rates.decode.own_token_s,
+        own_tokens=sum(len(slot.sequence) for slot in cache.slots if slot.decoding),
+        request_s=max(rates.request_s, held_s(cache)),
+        chunk_s=chunk_s(core),
         interleaves=core.planner.alternates,
         kv_group=kv_group,
         restore_bytes_per_s=restore_bytes_per_s,
@@ -83,6 +87,19 @@ def rates_of(
         kv_token_bytes=float(layout.block_bytes(2) - layout.block_bytes(1)) if layout is not None else 0.0,
         kv_part_bytes=float(layout.part_bytes(0)) if layout is not None and layout.has_part else 0.0,
     )
+
+
+def chunk_s(core: EngineCore) -> float:
+    """A piece of a prompt between two steps of others, beside what lies in the cache now."""
+    tokens, resident_tokens = core.planner.shared_tokens, core.cache.ledger.count - core.cache.ledger.free
+    return core.rates.prefill.seconds(tokens, pairs_of(0, tokens), float(tokens) * resident_tokens)
+
+
+def held_s(cache: PrefixCache) -> float:
+    """How long those who run have had their slots, on average: past ones may have been shorter."""
+    now = time.monotonic()
+    running = [slot.generation for slot in cache.slots if slot.generation is not None]
+    return sum(now - (one.started_at or now) for one in running) / max(1, len(running))
 
 
 def pending_tokens(core: EngineCore) -> tuple[int, ...]:

@@ -224,6 +224,7 @@ class StoreEntry:
         finally:
             if not landed and not stopping:
                 await self._give_up(generation, arrival)
+            generation.restore_s = time.monotonic() - began_at
         if landed:
             self._note(found, place, generation, time.monotonic() - began_at)
 

@@ -11,6 +11,7 @@ import pytest
 from django.core.management import call_command
 
 from pools.db import in_db
+from pools.router_plan import TERMS
 from sessions import services
 from sessions.first_tokens import Calibration
 from sessions.relayed_request import dispatcher
@@ -86,6 +87,7 @@ async def test_ten_requests_tell_why_they_went_where_they_went(start: Any) -> No
         assert str(turn.request_id)[:8] in told.getvalue()
         check(turn, set(pool.engines))
     assert "10 first tokens: actual / predicted" in told.getvalue()
+    assert told.getvalue().count("  came: ") == 10
     # What was expected of the prompts' reuse is what then was found.
     later = [turn for turn in turns if turn.explanation["chosen"]["cached_tokens"]]  # type: ignore[index]
     assert len(later) >= 3
@@ -100,6 +102,11 @@ async def test_ten_requests_tell_why_they_went_where_they_went(start: Any) -> No
         turn.explanation["chosen"]["terms"]["queue_s"]  # type: ignore[index]
         for turn in at_once
     )
+    # Whoever was told of a line stood in it, and whoever came beside others on the same processor was told of them.
+    for turn in at_once:
+        terms = turn.explanation["chosen"]["terms"]  # type: ignore[index]
+        assert not terms["queue_s"] or turn.explanation["came"]["queue_s"] > 0.25 * terms["queue_s"]  # type: ignore[index]
+    assert any(turn.explanation["candidates"][-1]["terms"]["crowd_s"] for turn in at_once)  # type: ignore[index]
 
 
 def check(turn: TurnView, engines: set[str]) -> None:
@@ -116,3 +123,8 @@ def check(turn: TurnView, engines: set[str]) -> None:
     assert explanation["chosen"]["engine"] == turn.engine_name
     assert explanation["chosen"]["first_token_s"] == pytest.approx(turn.predicted_first_token_s, abs=2e-6)
     assert turn.first_token_s
+    # Where the time went, under the same names; the engine's times and the site's add up.
+    came = explanation["came"]
+    assert set(came) <= set(TERMS)
+    assert sum(came.values()) - came["decode_s"] == pytest.approx(turn.first_token_s, abs=1e-4)
+    assert explanation["chosen"]["terms"]["restore_s"] or not came["restore_s"]

@@ -15,6 +15,8 @@ from sessions.services import TurnView
 MOST = 1000
 # A prediction that is off by less than this factor chooses well enough among unlike engines.
 NEAR = 2.0
+# An engine cannot tell apart what it is learned to be late with from what it is late with.
+EXPECTED_AS = {"fixed_s": ("fixed_s", "wake_s"), "prefill_s": ("prefill_s", "drift_s", "crowd_s")}
 
 
 class Command(BaseCommand):
@@ -60,6 +62,8 @@ def described(turn: TurnView) -> str:
         f" actual {turn.prompt_tokens}, cached {turn.cached_tokens}; answer: guessed"
         f" {explanation.get('output_tokens', '?')}, actual {turn.completion_tokens}; {turn.state}",
     ]
+    if came := explanation.get("came"):
+        lines.append(f"  came: {_came(came, (explanation.get('chosen') or {}).get('terms') or {})}")
     if explanation.get("run_mode", "auto") != "auto":
         lines.append(f"  run mode: {explanation['run_mode']}")
     if split := explanation.get("split"):
@@ -80,6 +84,18 @@ def described(turn: TurnView) -> str:
             f"  {refusal['engine']:<12} {refusal['mode']:<5} no: {refusal['reason']} {refusal['detail']}".rstrip()
         )
     return "\n".join(lines)
+
+
+def _came(came: dict[str, float], expected: dict[str, float]) -> str:
+    """Where the time went, each with what was expected of it in the chosen engine's terms."""
+    told = []
+    for name, seconds in came.items():
+        terms = EXPECTED_AS.get(name, (name,))
+        expected_s = sum(expected.get(term, 0.0) for term in terms)
+        if seconds or expected_s:
+            named = " + ".join(term[:-2] for term in terms if expected.get(term) or term == name)
+            told.append(f"{named} {_ms(seconds)} (expected {_ms(expected_s)})")
+    return ", ".join(told)
 
 
 def _times(turn: TurnView) -> str:
