@@ -225,13 +225,14 @@ class Dispatcher:
         if recent is not None and any(endpoint.engine_id == recent.engine_id for endpoint in endpoints):
             endpoint = next(endpoint for endpoint in endpoints if endpoint.engine_id == recent.engine_id)
             held = self.board.holds(endpoint, session, since_s=recent.used_s)
-            # One that was pushed out meanwhile stands in a store, as the rows tell.
+            # One that was pushed out meanwhile stands in a store, as the rows tell; where its engine has no place for it, others
+            # may read it there.
             if held != 0:
-                return (
-                    replace(request, home=recent.engine_id),
-                    {recent.engine_id: recent.tokens if held is None else held},
-                    (),
-                )
+                tokens = {recent.engine_id: recent.tokens if held is None else held}
+                here = replace(request, home=recent.engine_id)
+                if self.board.has_room(endpoint):
+                    return here, tokens, ()
+                return here, tokens, (await self.places.look_up(session)).snapshots
         told = {endpoint.engine_id: self.board.holds(endpoint, session) for endpoint in endpoints}
         warm = [(tokens, engine_id) for engine_id, tokens in told.items() if tokens]
         if len(hints.chain) <= 1 and not warm:

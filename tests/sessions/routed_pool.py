@@ -16,6 +16,7 @@ from engines.models import Engine, Store
 from engines.store_calls import StoreCaller
 from tests.engine_process import EngineProcess, free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
+from tests.near_ties import logprobs_of
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
 from tests.synthetic_gguf import SyntheticModel
@@ -100,6 +101,7 @@ class Conversation:
     # As templates do with the reasoning of earlier turns: the first half of an answer is not sent again.
     drops_half: bool = False
     answer: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     async def say(self, text: str, **fields: Any) -> tuple[Any, Any]:
         """The answer's headers and usage."""
@@ -111,6 +113,7 @@ class Conversation:
         assert answer.status_code == 200, answer.content
         values = answer.json()
         self.answer = values["choices"][0]["message"]["content"]
+        self.logprobs = logprobs_of(values) if fields.get("logprobs") else []
         kept = self.answer[len(self.answer) // 2 :] if self.drops_half else self.answer
         self.messages.append({"role": "assistant", "content": kept})
         return answer.headers, values["usage"]
