@@ -4,8 +4,11 @@ The two engines serve one model; the second computes prompts in smaller pieces, 
 prompt is answered by the second alone, by the first alone, and by both: its blocks leave while it is computed. `hidden_share`
 is the part of the state's bytes that had left before the first token was drawn; `ttft_vs_solo` the first token's time over that
 of the second engine alone, `ttft_vs_prefiller` over that of the first alone, and `gap_vs_step` the gap behind the first token,
-which the rest of the state needs, over a usual one. All at the longest context, the worst model counting. `same_text` may be
-false with random weights: near ties fall as pieces of another size round, also between the two engines alone.
+which the rest of the state needs, over a usual one. All at the longest context, the worst model counting.
+
+`same_text` says that the split's answer is the first engine's own: its prompt was cut at the same places, and the state went over
+to the bit. The second engine alone rounds otherwise in pieces of another size, and random weights have near ties. So the engines
+keep no checkpoints: their cells would lie among the next prompt's, which changes the order of sums, also without any move.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from bench.load import Request, calibrated, client_session, events_of
 from bench.measures import median
 from bench.report import print_table
 from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving, setting
+from engines.errors import EngineError
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 
@@ -122,7 +126,7 @@ class _Bench:
                 cells,
                 threads,
                 options.gpu_layers,
-                engine=common | own[side] | {"rpc_port": self._ports[side], "rpc_secret": SECRET},
+                engine={"checkpoints": 0} | common | own[side] | {"rpc_port": self._ports[side], "rpc_secret": SECRET},
             )
             for side in (0, 1)
         ]
@@ -170,8 +174,7 @@ class _Bench:
             hidden_bytes=told.hidden_bytes,
             gap_s=both.longest_gap_s,
             step_s=slow.usual_gap_s,
-            # Pieces of another size may round otherwise, so the two alone need not be the same either.
-            same_text=both.text in (slow.text, fast.text),
+            same_text=both.text == fast.text,
         )
 
     def _session(self) -> str:
@@ -182,8 +185,11 @@ class _Bench:
         body = HandoffBody(
             f"h-{session}", 1, session, "127.0.0.1", self._ports[1], SECRET, deadline_s=PATIENCE_S, request_id=session
         )
-        async with HandoffClient("127.0.0.1", self._ports[0], secret=SECRET) as client:
-            return await client.handoff(body)
+        try:
+            async with HandoffClient("127.0.0.1", self._ports[0], secret=SECRET) as client:
+                return await client.handoff(body)
+        except EngineError as error:
+            raise BenchError(f"a prompt's answer did not move (is --answer too short?): {error.message}") from error
 
 
 @dataclass
