@@ -23,6 +23,8 @@ READ_SILENCE_S = 45.0
 # An answer in one piece is silent until it is done; the engine ends it at its own deadline, before this.
 ANSWER_TIMEOUT_S = 1860.0
 MAX_CONNECTIONS = 1024
+# Shared: the site asks every engine once a second.
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
 
 _sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
 
@@ -115,10 +117,9 @@ class EngineClient:
         return response.status, values
 
     async def _get_json(self, path: str) -> object:
-        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
         try:
             url, headers = self.base_url + path, self._authorization
-            async with client_session().get(url, timeout=timeout, headers=headers) as response:
+            async with client_session().get(url, timeout=_PROBE_TIMEOUT, headers=headers) as response:
                 return await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnreachable(f"The engine did not answer {path}: {error or type(error).__name__}") from error

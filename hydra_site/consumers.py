@@ -54,19 +54,19 @@ class PoolConsumer(PanelSocket):
                 if snapshot is None:
                     continue
                 samples = pool.samples_after(sample_sent_s)
-                frame = {
-                    "type": "pool",
-                    "version": snapshot.version,
-                    "taken_at": to_wire(snapshot.taken_at),
-                    "snapshot": to_wire(snapshot.seen_by(self.owner_scope))
-                    if snapshot.version != version_sent
-                    else None,
-                    "samples": to_wire(samples),
-                }
+                frame = json.dumps(
+                    {
+                        "type": "pool",
+                        "version": snapshot.version,
+                        "taken_at": to_wire(snapshot.taken_at),
+                        "samples": to_wire(samples),
+                    }
+                )
+                shown = snapshot.text_for(self.owner_scope) if snapshot.version != version_sent else "null"
                 version_sent = snapshot.version
                 sample_sent_s = samples[-1].at_s if samples else sample_sent_s
                 self.seen.clear()
-                await self.send(json.dumps(frame))
+                await self.send(f'{frame[:-1]}, "snapshot": {shown}}}')
                 try:
                     async with asyncio.timeout(SEEN_TIMEOUT_S):
                         await self.seen.wait()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 from engines.client import EngineClient
@@ -115,6 +117,17 @@ class PoolSnapshot:
         own = {page.id for page in pages}
         chats = tuple(chat if chat.id in own else dataclasses.replace(chat, title="") for chat in self.sessions)
         return dataclasses.replace(self, sessions=chats, session_pages=pages)
+
+    def text_for(self, scope: str | None) -> str:
+        """What this owner may see, as JSON. The part that all see is made once, however many pages are open."""
+        seen = self.seen_by(scope)
+        own = json.dumps({name: to_wire(getattr(seen, name)) for name in _OWNED_FIELDS})
+        return f"{self._shared_text[:-1]}, {own[1:]}"
+
+    @cached_property
+    def _shared_text(self) -> str:
+        names = [field.name for field in dataclasses.fields(self) if field.name not in _OWNED_FIELDS]
+        return json.dumps({name: to_wire(getattr(self, name)) for name in names})
 
 
 async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sample]:
@@ -252,6 +265,8 @@ def attention_of(
     return (*found, *(one for host in hosts if host.id not in lost for one in host_warnings(host)))
 
 
+# What differs from owner to owner.
+_OWNED_FIELDS = ("sessions", "session_pages")
 # Where an engine listens, and which owners there are, is nobody's business in a browser.
 _PRIVATE_FIELDS = frozenset({"base_url", "secret", "address", "scope"})
 

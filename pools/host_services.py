@@ -222,11 +222,21 @@ def cpu_of(host_name: str) -> tuple[int, int] | None:
 
 
 def host_views() -> tuple[HostView, ...]:
-    """All hosts with their devices, ordered by name."""
-    return tuple(_host_view(host) for host in Host.objects.prefetch_related("gpus").order_by("name"))
+    """All hosts with their devices, ordered by name. Read every second by each site, so devices are read as plain values."""
+    gpus: dict[int, list[GpuView]] = {}
+    for host_id, pk, processes, *values in Gpu.objects.order_by("kind", "index").values_list(
+        "host_id", "pk", "processes", *_SAME_NAMES
+    ):
+        held = tuple(GpuProcess(**process) for process in processes)
+        view = GpuView(id=pk, processes=held, **dict(zip(_SAME_NAMES, values, strict=True)))
+        gpus.setdefault(host_id, []).append(view)
+    return tuple(_host_view(host, tuple(gpus.get(host.pk, ()))) for host in Host.objects.order_by("name"))
 
 
-def _host_view(host: Host) -> HostView:
+_SAME_NAMES = [name for name in GpuView.__dataclass_fields__ if name not in ("id", "processes")]
+
+
+def _host_view(host: Host, gpus: tuple[GpuView, ...]) -> HostView:
     probed = host.memory_total_bytes > 0
     release = this_release()
     return HostView(
@@ -239,7 +249,7 @@ def _host_view(host: Host) -> HostView:
         memory_available_bytes=host.memory_available_bytes if probed else None,
         load_1m=host.load_1m if probed else None,
         last_seen_at=host.last_seen_at,
-        gpus=tuple(_gpu_view(gpu) for gpu in sorted(host.gpus.all(), key=lambda gpu: (gpu.kind, gpu.index))),
+        gpus=gpus,
         duty=host.duty,
         address=host.address,
         version=host.version,
@@ -251,11 +261,3 @@ def _host_view(host: Host) -> HostView:
         problem=host.problem,
         problem_hint=host.problem_hint,
     )
-
-
-_SAME_NAMES = [name for name in GpuView.__dataclass_fields__ if name not in ("id", "processes")]
-
-
-def _gpu_view(gpu: Gpu) -> GpuView:
-    processes = tuple(GpuProcess(**process) for process in gpu.processes)
-    return GpuView(id=gpu.pk, processes=processes, **{name: getattr(gpu, name) for name in _SAME_NAMES})
