@@ -10,8 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from django.conf import settings
 from hydra_site.supervisor.embedded import embedded_servers
 from hydra_site.supervisor.home import Services
 from pools.catalogue import ensure
-from tests import synthetic_gguf
+from tests import run_home, synthetic_gguf
 from tests.engine_process import EngineProcess
 from tests.synthetic_gguf import SyntheticModel
 
@@ -37,9 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A run that is ended by SIGTERM or SIGHUP takes its servers, engines and stores along, as after Ctrl-C.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    home = Path(tempfile.mkdtemp(prefix="hydra-tests-"))
+    run_home.end_by_signals()
+    run_home.clear_dead()
+    home = run_home.make()
     config.stash[_home] = home
     for name in [name for name in os.environ if name.startswith("HYDRA_")] + ["DATABASE_URL", "BROKER_URL"]:
         os.environ.pop(name, None)
