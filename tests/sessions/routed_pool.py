@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,8 +14,12 @@ from typing import Any
 
 from engines import store_rows
 from engines.choices import StoreState
+from engines.client import close_client_session
 from engines.models import Engine, Store
 from engines.store_calls import StoreCaller
+from pools.db import in_db
+from sessions.relayed_request import lease_desk
+from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess, free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
 from tests.near_ties import logprobs_of
@@ -21,6 +27,7 @@ from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
 from tests.synthetic_gguf import SyntheticModel
 
+PATIENCE_S = 30.0
 SYSTEM = "You are told a very long story about rivers and stones. " * 12
 # A slow engine computes prompts in small pieces.
 FAST, SLOW, SLOWEST = {}, {"batch_tokens": 64, "micro_batch_tokens": 64}, {"batch_tokens": 32, "micro_batch_tokens": 32}
@@ -89,6 +96,36 @@ def routed_pool(
             engine = EngineProcess(folder, path, **{**values, **SPEEDS[number % 3], **rpc})
             pool.engines[f"cpu-{number}"] = stack.enter_context(engine)
         yield pool
+
+
+@asynccontextmanager
+async def routed_pools(folder: Path) -> AsyncIterator[Callable[..., Awaitable[RoutedPool]]]:
+    """`await start(model, count, ...)` in a test: a pool as of `routed_pool`, its rows written, every engine measured.
+
+    `row` is of the model's row.
+    """
+    running: list[AbstractContextManager[RoutedPool]] = []
+
+    async def start(
+        model: SyntheticModel, count: int, row: Mapping[str, Any] = MappingProxyType({}), **options: Any
+    ) -> RoutedPool:
+        context = routed_pool(model, folder, count, **options)
+        running.append(context)
+        pool = await asyncio.to_thread(context.__enter__)
+        await in_db(functools.partial(pool.write_rows, model, folder, **row))
+        # Each engine has measured itself at the same work: a busy machine must not make one of them look slower.
+        for name in pool.engines:
+            await Conversation(LocalClient(), {"X-Hydra-Force-Engine": name, "X-Session-Id": name}).say(
+                f"Hello {name}."
+            )
+        return pool
+
+    yield start
+    await wait_for_writes(PATIENCE_S)
+    await lease_desk().settled()
+    await close_client_session()
+    for context in running:
+        await asyncio.to_thread(context.__exit__, None, None, None)
 
 
 @dataclass

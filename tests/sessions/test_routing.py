@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from engines.client import close_client_session
 from pools.db import in_db
 from sessions import leases, services, snapshots
 from sessions.relayed_request import lease_desk
@@ -19,7 +18,7 @@ from tests.engine_process import EngineProcess
 from tests.engines.runtime.test_parking_http import post
 from tests.near_ties import ROUNDING_NATS, WITH_LOGPROBS, assert_same_but_for_rounding, farthest, logprobs_of
 from tests.sessions.local_client import LocalClient
-from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pool
+from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pools
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -34,27 +33,12 @@ async def start(
 ) -> AsyncIterator[Callable[..., Any]]:
     """`await start(architecture, engines)`: the pool, its rows written."""
     settings.ALLOWED_HOSTS = ["localhost"]
-    running: list[Any] = []
+    async with routed_pools(tmp_path) as start_pool:
 
-    async def make(architecture: str, count: int) -> RoutedPool:
-        model = tiny_model(architecture, layers=12 if architecture == "llama" else 4)
-        context = routed_pool(model, tmp_path, count)
-        running.append(context)
-        pool = await asyncio.to_thread(context.__enter__)
-        await in_db(pool.write_rows, model, tmp_path)
-        # Each engine has measured itself at the same work: a busy machine must not make one of them look slower.
-        for name in pool.engines:
-            await Conversation(LocalClient(), {"X-Hydra-Force-Engine": name, "X-Session-Id": name}).say(
-                f"Hello {name}."
-            )
-        return pool
+        async def make(architecture: str, count: int) -> RoutedPool:
+            return await start_pool(tiny_model(architecture, layers=12 if architecture == "llama" else 4), count)
 
-    yield make
-    await wait_for_writes(PATIENCE_S)
-    await lease_desk().settled()
-    await close_client_session()
-    for context in running:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+        yield make
 
 
 async def cold(engine: EngineProcess, messages: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import math
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from engines.client import close_client_session
 from pools.db import in_db
 from pools.models import Model
 from sessions import kv_losses, kv_measuring, kv_probe, split_terms
@@ -26,7 +24,7 @@ from sessions.relayed_request import dispatcher, lease_desk
 from sessions.split_terms import KvLosses
 from sessions.turn import wait_for_writes
 from tests.sessions.local_client import LocalClient
-from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pool
+from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pools
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -40,33 +38,21 @@ async def start(
 ) -> AsyncIterator[Callable[..., Any]]:
     """`await start(architecture)`: two engines that have measured themselves, their rows written."""
     settings.ALLOWED_HOSTS = ["localhost"]
-    running: list[Any] = []
+    async with routed_pools(tmp_path) as start_pool:
 
-    async def make(architecture: str, *, family: str = "", **options: Any) -> RoutedPool:
-        model = tiny_model(architecture, tie_free=True, **options)
-        others, row = {}, {}
-        if family:
-            others, row = {1: tiny_model(architecture, tie_free=True, seed=1, **options)}, {"kv_family": family}
-        context = routed_pool(model, tmp_path, 2, moves=True, others=others, kv_family=family)
-        running.append(context)
-        pool = await asyncio.to_thread(context.__enter__)
-        await in_db(functools.partial(pool.write_rows, model, tmp_path, **row))
-        for name in pool.engines:
-            await Conversation(LocalClient(), {"X-Hydra-Force-Engine": name, "X-Session-Id": name}).say(
-                f"Hello {name}."
-            )
-        async with asyncio.timeout(PATIENCE_S):
-            while not await asyncio.to_thread(lambda: all(map(shares, pool.engines.values()))):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        dispatcher().board = RatesBoard()  # what it heard before was too early
-        return pool
+        async def make(architecture: str, *, family: str = "", **options: Any) -> RoutedPool:
+            model = tiny_model(architecture, tie_free=True, **options)
+            others, row = {}, {}
+            if family:
+                others, row = {1: tiny_model(architecture, tie_free=True, seed=1, **options)}, {"kv_family": family}
+            pool = await start_pool(model, 2, row, moves=True, others=others, kv_family=family)
+            async with asyncio.timeout(PATIENCE_S):
+                while not await asyncio.to_thread(lambda: all(map(shares, pool.engines.values()))):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            dispatcher().board = RatesBoard()  # what it heard before was too early
+            return pool
 
-    yield make
-    await wait_for_writes(PATIENCE_S)
-    await lease_desk().settled()
-    await close_client_session()
-    for context in running:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+        yield make
 
 
 def shares(engine: Any) -> bool:
