@@ -3,7 +3,7 @@ supervisor of the same home published.
 """
 
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from django.conf import settings
 from django.db import connections
@@ -44,7 +44,11 @@ def broker_url(home: Home) -> str | None:
     # Celery and Channels know the protocol by its first name only.
     parts = urlsplit(url)
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(parts.scheme, parts.scheme)
-    return urlunsplit(parts._replace(scheme=scheme))
+    query = parts.query
+    if scheme == "rediss" and "ssl_cert_reqs" not in dict(parse_qsl(query)):
+        # Channels would check the certificate all the same, Celery would take any.
+        query = "&".join(filter(None, (query, "ssl_cert_reqs=required")))
+    return urlunsplit(parts._replace(scheme=scheme, query=query))
 
 
 def database_settings(url: str | None) -> dict[str, Any]:
