@@ -103,7 +103,7 @@ class SiteServer(daphne.server.Server):
 
     async def _end_applications(self) -> None:
         from engines.client import close_client_session
-        from sessions.relayed_request import lease_desk
+        from sessions.relayed_request import dispatcher, lease_desk
         from sessions.stream_desk import stream_desk
         from sessions.turn import wait_for_writes
 
@@ -124,6 +124,7 @@ class SiteServer(daphne.server.Server):
         await stream_desk().close()
         await wait_for_writes(STOP_CANCEL_S)
         await lease_desk().close(STOP_CANCEL_S)
+        await dispatcher().watch.close()
         await close_client_session()
 
 
@@ -168,8 +169,9 @@ def main() -> int:
     from hydra_site.asgi import application
     from sessions.api.answers import body_too_large
     from sessions.lease_line import LeaseLine
+    from sessions.pool_watch import PoolWatch
 
-    LeaseLine.kept = True
+    LeaseLine.kept = PoolWatch.kept = True
     BoundedRequest.limit_bytes = settings.HYDRA_MAX_BODY_BYTES
     BoundedRequest.refusal = body_too_large
     server = SiteServer(

@@ -16,7 +16,7 @@ from django.db import Error as DatabaseError
 
 from engines import loading
 from engines.errors import NoEngineReady
-from engines.services import EngineEndpoint
+from engines.services import EngineEndpoint, ready_engines
 from pools.db import in_db_within
 from pools.router import Routed, route
 from pools.router_plan import Reason
@@ -25,6 +25,7 @@ from sessions.engine_call import EngineCall
 from sessions.errors import PoolBusy
 from sessions.estimates import Estimates
 from sessions.identity import Identity
+from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
 from sessions.session_places import SessionPlaces
@@ -99,6 +100,14 @@ class ReadyEngines:
             self._known[model_name] = (endpoints, asked_s)
         return endpoints
 
+    async def refresh(self, model_name: str | None) -> list[EngineEndpoint]:
+        """Look the model's engines up though nobody waits for them; none is started. Raises NoEngineReady and DatabaseError."""
+        asked_s, times_forgotten = time.monotonic(), self._times_forgotten
+        endpoints = await in_db_within(DATABASE_PATIENCE_S, ready_engines, model_name)
+        if times_forgotten == self._times_forgotten:
+            self._known[model_name] = (endpoints, asked_s)
+        return endpoints
+
     def forget(self) -> None:
         """The next question goes to the database."""
         self._known.clear()
@@ -167,6 +176,10 @@ class Dispatcher:
         self.estimates = Estimates()
         self.places = SessionPlaces()
         self.kv_losses = KvLosses()
+        self.watch = PoolWatch(self._look)
+
+    async def _look(self, model_name: str | None) -> None:
+        await self.board.look(await self.ready.refresh(model_name))
 
     async def choose(
         self, call: EngineCall, identity: Identity, wishes: Wishes = NO_WISHES, without: Sequence[EngineEndpoint] = ()
@@ -179,6 +192,7 @@ class Dispatcher:
         if not endpoints:
             raise NoEngineReady("No other engine serves the model right now.")
         await self.board.look(endpoints)
+        self.watch.used(call.model)
         is_background = wishes.background or call.hints.background
         session = identity.key_hash if call.is_conversation and not is_background else ""
         request, held, snapshots = await self._request(call, identity, session, endpoints)
