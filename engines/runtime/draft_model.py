@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,6 +43,11 @@ class DraftBatch(Batch):
         row = self.add(seq, position, [token], outputs=int(output))
         self.hidden[row] = 0 if hidden is None else hidden
         return row
+
+    def add_rows(self, seq: int, position: int, tokens: Sequence[int], hidden: NDArray[np.float32]) -> None:
+        """Rows without a result from `position` on; `hidden` is of shape (len(tokens), embedding)."""
+        last = self.add(seq, position, tokens, outputs=0)
+        self.hidden[last + 1 - len(tokens) : last + 1] = hidden
 
     def one_each(
         self, seqs: list[int], positions: list[int], tokens: NDArray[np.int32], hidden: NDArray[np.float32]
@@ -93,10 +99,9 @@ class DraftModel:
 
     def feed_backlog(self, slots: list[Slot]) -> None:
         """Feeds sequences whose hidden rows have piled up, without asking for a draft."""
-        for slot in slots:
-            rows = slot.sequence.draft
-            if rows is not None and rows.kept > KEPT_LIMIT:
-                self._feed_before(slot, rows, len(slot.sequence))
+        self._feed_before(
+            [slot for slot in slots if slot.sequence.draft is not None and slot.sequence.draft.kept > KEPT_LIMIT]
+        )
 
     @property
     def native(self) -> Any:
@@ -117,9 +122,10 @@ class DraftModel:
         """`count` tokens for each slot, whose sequences must lack just the last token drawn; none at all if llama.cpp
         finds no room. The draft context holds nothing guessed afterwards."""
         self.fed_backlog = False
-        for slot in slots:
-            if not self._is_near(slot):
-                return {}
+        if not all(self._may_draft(slot) for slot in slots):
+            return {}
+        if not self._feed_before([slot for slot in slots if self._is_far(slot)]):
+            return {}
         tokens = np.empty((count, len(slots)), dtype=np.int32)
         self._batch.clear()
         rows = [self._add_unfed(slot) for slot in slots]
@@ -143,12 +149,16 @@ class DraftModel:
             self.forget(slot.sequence.index, len(slot.sequence) + 1)
         return {slot: tuple(tokens[:, place].tolist()) for place, slot in enumerate(slots)}
 
-    def _is_near(self, slot: Slot) -> bool:
-        """Feeds a sequence up to its last few rows. False where it cannot draft, as its last hidden row was never seen."""
+    def _may_draft(self, slot: Slot) -> bool:
+        """False where a sequence's last hidden row was never seen."""
         rows, end = slot.sequence.draft, len(slot.sequence)
-        if rows is None or rows.end != end or (end and not rows.kept):
-            return False
-        return end + 1 - rows.feed_from() <= DRAFT_ROWS_PER_SEQUENCE or self._feed_before(slot, rows, end)
+        return rows is not None and rows.end == end and (not end or rows.kept > 0)
+
+    def _is_far(self, slot: Slot) -> bool:
+        """Whether more rows are to be fed than go along with a draft's first."""
+        rows = slot.sequence.draft
+        assert rows is not None
+        return len(slot.sequence) + 1 - rows.feed_from() > DRAFT_ROWS_PER_SEQUENCE
 
     def _add_unfed(self, slot: Slot) -> int:
         """Adds all rows up to that of the last token drawn; the batch row of that one."""
@@ -161,19 +171,33 @@ class DraftModel:
             place = self._batch.add_row(slot.sequence.index, position, token, hidden, output=position == end)
         return place
 
-    def _feed_before(self, slot: Slot, rows: DraftRows, end: int) -> bool:
-        """Feeds what comes before position `end`. False when llama.cpp finds no room."""
-        self.fed_backlog = True
-        tokens, begin = slot.sequence.tokens, rows.feed_from()
-        while begin < end:
-            self._batch.clear()
-            stop = min(end, begin + self._batch.capacity)
-            for position in range(begin, stop):
-                self._batch.add_row(rows.index, position, tokens[position], rows.hidden_before(position), output=False)
+    def _feed_before(self, slots: list[Slot]) -> bool:
+        """Feeds sequences all that they have but the last token drawn, as many of them in one call as its batch holds: a call
+        of few rows costs a head hardly less than one of many. False when llama.cpp finds no room."""
+        self._batch.clear()
+        fed: list[tuple[DraftRows, int]] = []
+        for slot in slots:
+            rows, tokens, end = slot.sequence.draft, slot.sequence.tokens, len(slot.sequence)
+            assert rows is not None
+            begin = rows.feed_from()
+            while begin < end:
+                stop = min(end, begin + self._batch.room)
+                self._batch.add_rows(rows.index, begin, tokens[begin:stop], rows.hidden_before_each(begin, stop))
+                fed.append((rows, stop))
+                begin = stop
+                if not self._batch.room and not self._feed_batch(fed):
+                    return False
+        return self._feed_batch(fed)
+
+    def _feed_batch(self, fed: list[tuple[DraftRows, int]]) -> bool:
+        if fed:
+            self.fed_backlog = True
             if self._decode() != 0:
                 return False
-            rows.was_fed(stop)
-            begin = stop
+            for rows, stop in fed:
+                rows.was_fed(stop)
+            fed.clear()
+            self._batch.clear()
         return True
 
     def _note_fed(self, slots: list[Slot]) -> None:

@@ -81,12 +81,22 @@ class DraftRows:
         if index == self._count - 1:
             row = self._pieces[-1][-1]
             return row
+        row = self._joined()[index]
+        return row
+
+    def hidden_before_each(self, begin: int, end: int) -> NDArray[np.float32]:
+        """The hidden rows that the draft rows of positions [begin, end) take, shape (end - begin, embedding)."""
+        first = begin - 1 - self._first
+        known = self._joined()[max(first, 0) : end - 1 - self._first]
+        missing = end - begin - len(known)
+        return np.concatenate([np.zeros((missing, known.shape[1]), dtype=np.float32), known]) if missing else known
+
+    def _joined(self) -> NDArray[np.float32]:
         if len(self._pieces) > 1:
             joined = np.concatenate(self._pieces)
             self._pieces.clear()
             self._pieces.append(joined)
-        row = self._pieces[0][index]
-        return row
+        return self._pieces[0]
 
     def was_fed(self, end: int) -> None:
         """Positions up to `end` are in the draft context now; of their hidden rows only the last can still be asked for."""
