@@ -76,6 +76,20 @@ def test_neither_server_lets_anybody_in_without_tls_or_takes_another_ca(debian: 
     assert "AuthenticationError" in refusal(second, broker.replace("the-sites-own-password", "no"))
 
 
+def test_the_panels_messages_pass_through_the_broker(debian: Debian) -> None:
+    lines = (
+        "import asyncio",
+        "from channels.layers import get_channel_layer",
+        "async def there_and_back():",
+        "    layer = get_channel_layer()",
+        "    await layer.send('page', {'type': 'told'})",
+        "    print(type(layer).__name__, (await layer.receive('page'))['type'])",
+        "    await layer.close_pools()",
+        "asyncio.run(there_and_back())",
+    )
+    assert "RedisChannelLayer told" in debian.pool.site.manage("shell", "-c", "\n".join(lines))
+
+
 def test_a_host_joins_serves_and_goes_on_after_the_broker_forgot_it(
     debian: Debian, tiny_model: Callable[..., SyntheticModel]
 ) -> None:
