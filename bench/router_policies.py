@@ -121,6 +121,9 @@ class Router:
 
     def _note(self, request: TraceRequest, chosen: int, views: Sequence[EngineView]) -> None:
         self._homes[request.session] = chosen
+        sent = self._sent.get(chosen, Sent())
+        missing = request.prompt_tokens - min(request.prompt_tokens, self._known(chosen, request))
+        self._sent[chosen] = Sent((*sent.prompts, missing))
         hints = self._hints[chosen]
         for block in request.blocks:
             hints[block] = None
@@ -131,9 +134,6 @@ class Router:
         tokens = len(request.blocks) * BLOCK_TOKENS
         name = views[chosen].name
         known[name] = SnapshotView(name, "q4", tokens, tokens * BYTES_PER_TOKEN, name)
-        sent = self._sent.get(chosen, Sent())
-        missing = request.prompt_tokens - min(request.prompt_tokens, self._known(chosen, request))
-        self._sent[chosen] = Sent(sent.requests + 1, sent.prompt_tokens + missing)
 
     def _learn(self, pool: Pool) -> None:
         """From answers that ended: how long they are."""
@@ -167,7 +167,10 @@ def view_of(engine: SimulatedEngine) -> EngineView:
         free_slots=card.slots - busy,
         decoding=len(engine.decoding),
         resident_tokens=int(engine.resident_tokens),
-        pending_tokens=tuple(int(job.todo_tokens) for job in engine.filling),
+        pending_tokens=(
+            *(int(job.todo_tokens) for job in engine.filling),
+            *(job.request.prompt_tokens for job in engine.queue),
+        ),
         queue_length=len(engine.queue),
         queue_limit=1 << 20,
         request_s=engine.slot_s,

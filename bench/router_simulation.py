@@ -72,6 +72,7 @@ class Job:
     restore_s: float = 0.0
     left_tokens: float = 0.0
     cached_tokens: int = 0
+    began_at_s: float = 0.0
     first_at_s: float = 0.0
     ended_at_s: float = 0.0
     predicted_s: float = 0.0
@@ -150,6 +151,7 @@ class SimulatedEngine:
             job.todo_tokens = request.prompt_tokens - cached
             job.todo_s = self.card.prefill.seconds(cached, request.prompt_tokens) + job.restore_s
             job.left_tokens = request.output_tokens
+            job.began_at_s = max(self.now_s, request.at_s)
             self.memory.add(request.blocks)
             self.filling.append(job)
 
@@ -197,7 +199,7 @@ class SimulatedEngine:
             if self.saves:
                 self.store.add(job.request.blocks)
             self.ended.append(job)
-            held_s = self.now_s - job.request.at_s
+            held_s = self.now_s - job.began_at_s
             self.slot_s = held_s if not self.slot_s else 0.9 * self.slot_s + 0.1 * held_s
         self._admit()
 

@@ -17,6 +17,9 @@ BACKGROUND_EVICTION = 10.0
 # Of every so many chunks one goes to whoever waits longest, whatever its prompt's length.
 OLDEST_EVERY_CHUNKS = 4
 NOTHING_SENT = Sent()
+# Of a line of prompts: tokens that are computed before a new one's, tokens after, and seconds of each.
+Line = tuple[int, int, float]
+NOBODY: Line = (0, 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +74,25 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
     sent = pool.sent.get(engine.engine_id, NOTHING_SENT)
     reuse = best_reuse(request, engine, pool)
     prompt, output = request.prompt_tokens, request.output_tokens
-    decoding = engine.decoding + sent.requests
-    step_s = engine.decode.step_s(decoding + 1, engine.resident_tokens + prompt, engine.own_tokens + prompt)
+    pending = engine.pending_tokens + sent.prompts if sent.prompts else engine.pending_tokens
+    step_s = usual_step_s(engine, pending, prompt)
     missing_tokens = prompt - reuse.cached_tokens
     # What stands there of its own beginning is no other's.
     other_tokens = max(0, engine.resident_tokens - reuse.held_tokens)
-    prefill_s = engine.prefill.seconds(reuse.cached_tokens, prompt, other_tokens) * interleaving(engine, decoding)
+    prefill_s = engine.prefill.seconds(reuse.cached_tokens, prompt, other_tokens) * interleaving(
+        engine, engine.decoding
+    )
+    line = line_of(engine, pending, missing_tokens)
     crowding = engine.crowd * engine.neighbours
     terms = Terms(
-        queue_s=queue_s(engine, sent, missing_tokens),
+        queue_s=queue_s(engine, sent, line, missing_tokens),
         load_s=engine.load_s,
         restore_s=reuse.restore_s,
         prefill_s=prefill_s,
-        decode_s=output * step_s * (1.0 + crowding) + stalls_s(engine, sent, missing_tokens),
+        decode_s=output * step_s * (1.0 + crowding) + stalls_s(engine, line, output),
         evict_s=evict_s(request, engine, reuse),
         # Each of the neighbours is held up as much as this one is.
-        others_s=others_s(engine, sent, output, step_s, missing_tokens, prefill_s)
+        others_s=others_s(engine, pending, output, step_s, missing_tokens, prefill_s)
         + crowding * (prefill_s + output * step_s),
         fixed_s=engine.fixed_s,
         wake_s=engine.wake_s,
@@ -125,8 +131,9 @@ def prefill_and_decode(
     sent_second = pool.sent.get(second.engine_id, NOTHING_SENT)
     prompt, output = request.prompt_tokens, request.output_tokens
     prefill_s, missing_tokens = at_first.terms.prefill_s, prompt - at_first.cached_tokens
-    decoding = second.decoding + sent_second.requests
-    step_s = second.decode.step_s(decoding + 1, second.resident_tokens + prompt, second.own_tokens + prompt)
+    pending_second = second.pending_tokens + sent_second.prompts
+    pending_first = first.pending_tokens + pool.sent.get(first.engine_id, NOTHING_SENT).prompts
+    step_s = usual_step_s(second, pending_second, prompt)
     travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
     terms = Terms(
         queue_s=at_first.terms.queue_s,
@@ -138,10 +145,10 @@ def prefill_and_decode(
         + RESTORE_FIXED_S,
         prefill_s=prefill_s,
         # No prompt of the second's own line comes before this one's tokens, so all of them hold it up a little.
-        decode_s=output * step_s + stalls_s(second, sent_second, 0),
+        decode_s=output * step_s + stalls_s(second, line_of(second, pending_second, 0), output),
         evict_s=at_first.terms.evict_s + evict_s(request, second, NOTHING_REUSED),
-        others_s=prefill_costs_others_s(first, first.decoding, missing_tokens, prefill_s)
-        + steps_cost_others_s(second, decoding, output, step_s),
+        others_s=prefill_costs_others_s(first, pending_first, missing_tokens, prefill_s)
+        + steps_cost_others_s(second, second.decoding + len(pending_second), output, step_s),
         fixed_s=at_first.terms.fixed_s,
         wake_s=at_first.terms.wake_s,
         drift_s=at_first.terms.drift_s,
@@ -164,40 +171,38 @@ def prefill_and_decode(
     )
 
 
-def queue_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
+def usual_step_s(engine: EngineView, pending: tuple[int, ...], prompt_tokens: int) -> float:
+    """A step of this request's answer: those who decode do it along, and those whose prompts are under way."""
+    along = min(engine.decoding + len(pending), max(0, engine.slots - 1))
+    return engine.decode.step_s(along + 1, engine.resident_tokens + prompt_tokens, engine.own_tokens + prompt_tokens)
+
+
+def line_of(engine: EngineView, pending: tuple[int, ...], missing_tokens: int) -> Line:
+    """Whoever is nearest to a first token comes first. A token of theirs takes what it takes in a prompt of their mean length."""
+    if not pending:
+        return NOBODY
+    before = sum([tokens for tokens in pending if tokens <= missing_tokens])
+    whole = sum(pending)
+    mean = max(1, whole // len(pending))
+    return before, whole - before, engine.prefill.seconds(0, mean, engine.resident_tokens) / mean
+
+
+def queue_s(engine: EngineView, sent: Sent, line: Line, missing_tokens: int) -> float:
     """Until the engine begins with this prompt: prompts that come before it, and a slot if none is free."""
-    before, after = _pending(engine, sent, missing_tokens)
-    waited_s = 0.0
-    if before or after:
-        # Their tokens see each other as well: by what a prompt of their mean length takes.
-        mean = max(1, (before + after) // (len(engine.pending_tokens) + sent.requests))
-        a_token_s = engine.prefill.seconds(0, mean, engine.resident_tokens) / mean * engine.drift
-        waited_s = (before + after / OLDEST_EVERY_CHUNKS) * a_token_s
+    before, after, token_s = line
+    # Meanwhile every so many chunks one is the oldest prompt's, which may be longer.
+    between = min(after, (before + missing_tokens) // (OLDEST_EVERY_CHUNKS - 1)) if after else 0
+    waited_s = (before + between) * token_s * engine.drift
     lacking = 1 + engine.queue_length + sent.requests - engine.free_slots
     if lacking > 0:
         waited_s += lacking * engine.request_s / max(1, engine.slots)
     return waited_s
 
 
-def _pending(engine: EngineView, sent: Sent, missing_tokens: int) -> tuple[int, int]:
-    """Prompt tokens of others that are computed before this prompt's, and after.
-
-    Whoever is nearest to a first token comes first, so of a longer prompt only as much comes before as this one is long.
-    """
-    if not engine.pending_tokens and not sent.requests:
-        return 0, 0
-    before = sum(tokens if tokens < missing_tokens else missing_tokens for tokens in engine.pending_tokens)
-    before += min(sent.prompt_tokens, missing_tokens * sent.requests)
-    return before, sum(engine.pending_tokens) + sent.prompt_tokens - before
-
-
-def stalls_s(engine: EngineView, sent: Sent, missing_tokens: int) -> float:
-    """How long others' prompts that are still to be computed hold this one up while it decodes."""
-    return (
-        _pending(engine, sent, missing_tokens)[1]
-        * (1 - 1 / OLDEST_EVERY_CHUNKS)
-        * (engine.prefill.token_s + engine.prefill.beside_s * engine.resident_tokens)
-    )
+def stalls_s(engine: EngineView, line: Line, output_tokens: int) -> float:
+    """How long others' prompts that are still to be computed hold this one up while it decodes: a chunk at each step at most."""
+    _, after, token_s = line
+    return min(after * token_s, output_tokens * engine.chunk_s) if engine.chunk_s else after * token_s
 
 
 def interleaving(engine: EngineView, decoding: int) -> float:
@@ -216,21 +221,24 @@ def evict_s(request: RequestView, engine: EngineView, reuse: Reuse) -> float:
 
 
 def others_s(
-    engine: EngineView, sent: Sent, output_tokens: int, step_s: float, missing_tokens: int, prefill_s: float
+    engine: EngineView,
+    pending: tuple[int, ...],
+    output_tokens: int,
+    step_s: float,
+    missing_tokens: int,
+    prefill_s: float,
 ) -> float:
     """What the others lose there, all together."""
-    decoding = engine.decoding + sent.requests
-    return prefill_costs_others_s(engine, engine.decoding, missing_tokens, prefill_s) + steps_cost_others_s(
-        engine, decoding, output_tokens, step_s
+    return prefill_costs_others_s(engine, pending, missing_tokens, prefill_s) + steps_cost_others_s(
+        engine, engine.decoding + len(pending), output_tokens, step_s
     )
 
 
-def prefill_costs_others_s(engine: EngineView, decoding: int, missing_tokens: int, prefill_s: float) -> float:
-    """Those who decode wait for this prompt, and those whose prompts are longer or who have no slot yet."""
-    later = engine.queue_length
-    for tokens in engine.pending_tokens:
-        later += tokens > missing_tokens
-    return prefill_s * (decoding + later)
+def prefill_costs_others_s(
+    engine: EngineView, pending: tuple[int, ...], missing_tokens: int, prefill_s: float
+) -> float:
+    """Those who decode wait for this prompt, and those whose prompts are longer."""
+    return prefill_s * (engine.decoding + sum([tokens > missing_tokens for tokens in pending]))
 
 
 def steps_cost_others_s(engine: EngineView, decoding: int, output_tokens: int, step_s: float) -> float:

@@ -146,10 +146,13 @@ class SnapshotView:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What was sent to an engine since it was last measured."""
+    """What was sent to an engine since it was last measured: of each prompt the tokens that it has to compute."""
 
-    requests: int = 0
-    prompt_tokens: int = 0
+    prompts: tuple[int, ...] = ()
+
+    @property
+    def requests(self) -> int:
+        return len(self.prompts)
 
 
 @dataclass(frozen=True, slots=True)

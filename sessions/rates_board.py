@@ -274,10 +274,10 @@ class RatesBoard:
     def _sent(self, endpoint: EngineEndpoint) -> Sent:
         known = self._of(endpoint)
         if known.rates is None:
-            return Sent(known.running)
+            return Sent((0,) * known.running)
         # An answer that has come to its end meanwhile holds nothing any more.
         sent = known.sent[-known.running :] if known.running else []
-        return Sent(len(sent), sum(tokens for _, tokens in sent))
+        return Sent(tuple(tokens for _, tokens in sent))
 
     def _engine_view(self, endpoint: EngineEndpoint) -> EngineView:
         known = self._of(endpoint)

@@ -89,7 +89,7 @@ def pools(draw: st.DrawFn) -> PoolView:
     links = {(a, b): LinkView(1e9, 1e-4) for a in hosts for b in hosts if draw(st.booleans())}
     held = {"s": {one: draw(TOKENS) for one in found if draw(st.booleans())}}
     snapshots = {"s": tuple(SnapshotView(host, "q4", draw(TOKENS), draw(TOKENS) * 10_000, host) for host in hosts)}
-    sent = {one: Sent(draw(st.integers(0, 4)), draw(TOKENS)) for one in found if draw(st.booleans())}
+    sent = {one: Sent(tuple(draw(st.lists(TOKENS, max_size=4)))) for one in found if draw(st.booleans())}
     return PoolView(tuple(found.values()), held=held, snapshots=snapshots, links=links, sent=sent)
 
 
@@ -319,7 +319,7 @@ def test_an_operator_may_force_an_engine_or_a_form() -> None:
 
 
 def test_what_was_sent_since_the_last_measurement_counts_as_work() -> None:
-    pool = PoolView((engine(1), engine(2)), sent={1: Sent(3, 12_000)})
+    pool = PoolView((engine(1), engine(2)), sent={1: Sent((4_000,) * 3)})
     assert route(request(), pool).plan.engine_id == 2  # type: ignore[union-attr]
 
 
