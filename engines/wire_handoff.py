@@ -69,7 +69,8 @@ class PrefixMark:
 @dataclass(frozen=True)
 class AdoptBody:
     """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end. `marks`: what
-    the target may already hold of it, the shortest first."""
+    the target may already hold of it, the shortest first. `of` names the move that this one is a part of: `choice` of the request
+    that comes by it."""
 
     handoff: str
     fence: int
@@ -82,6 +83,8 @@ class AdoptBody:
     request_id: str | None = None
     shelf: ShelfOffer | None = None
     marks: tuple[PrefixMark, ...] = ()
+    choice: int = 0
+    of: str = ""
 
 
 @dataclass(frozen=True)

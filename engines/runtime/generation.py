@@ -132,8 +132,9 @@ class Generation:
     `cuts` are positions of the prompt, ascending, where a later request is likely to branch off. A lower `priority` is served
     earlier; `owner` groups requests that share one fair part. `forced` are tokens that come next instead of drawn ones.
     `spans` are the prompt's images; their ids stand in it too, an entry for each cell. Prefixes are shared within a `tenant`;
-    `followed` says that whoever reads its stream goes along when it moves; of one that came, `continued` is the text that was
-    sent elsewhere, and `arrived_tokens` of its answer were drawn there. `draws` random numbers were used up by an engine that
+    `followed` says that whoever reads its stream goes along when it moves, together with its `siblings`, all choices of the
+    request; of one that came, `continued` are the pieces that were sent elsewhere, and `arrived_tokens` of its answer were drawn
+    there. `outcome` is how it ended. `draws` random numbers were used up by an engine that
     was lost. `tokenizer` names the vocabulary of its tokens. `system_cut` tokens of the prompt are its system prompt and tools.
     `incoming` is what the host's store has of the prompt; bringing it in took `restore_s`. Steps with chunks of prompts
     had taken `prompts_before_s` in all when it got its slot; since then `computed_s` for its own, `prompt_wait_s` for others'.
@@ -171,11 +172,13 @@ class Generation:
     system_cut: int = 0
     incoming: Incoming | None = None
     followed: bool = False
-    continued: str | None = None
+    continued: tuple[Piece, ...] | None = None
     arrived_tokens: int | None = None
     draws: int = 0
     tokenizer: str = ""
     handoff: str = ""
+    siblings: tuple[Generation, ...] = field(default=(), repr=False)
+    outcome: tuple[str, Stats] | None = None
     restore_s: float = 0.0
     prompts_before_s: float = 0.0
     computed_s: float = 0.0

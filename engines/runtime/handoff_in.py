@@ -12,8 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 
 from engines.errors import (
     HandoffStale,
@@ -25,9 +24,10 @@ from engines.errors import (
     StateTooLarge,
 )
 from engines.rpc_exchange import Exchange
-from engines.rpc_handoff import HEAD_LENGTH
 from engines.runtime.fingerprint import Fingerprint
-from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.generation import Generation
+from engines.runtime.handoff_choices import gone_on
+from engines.runtime.handoff_entry import GOING, OPEN, OVER, Adopted, read_head, require_expected
 from engines.runtime.handoff_shelf import Shelf, Shelves
 from engines.runtime.origin import Origin
 from engines.runtime.prefix import PrefixCache, Source
@@ -50,47 +50,6 @@ MAX_HEAD_BYTES = 4 << 20
 SILENCE_S = 10.0
 CLAIM_S = 15.0
 SLOT_TRIES = 3
-OPEN, GOING, OVER = "open", "going", "over"
-
-
-@dataclass(eq=False)
-class Adopted:
-    """One move towards this engine."""
-
-    body: AdoptBody
-    slot_id: int
-    desk: ArrivingHandoffs
-    adopting: Adopting
-    shelf: Shelf | None = None
-    manifest: Manifest | None = None
-    awaited: list[StatePiece] = field(default_factory=list)
-    """Once the manifest is here: the pieces that are still to come."""
-    state: str = OPEN
-    tokens: int = 0
-    generation: Generation | None = None
-    claimed: bool = False
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    timer: asyncio.TimerHandle | None = None
-    leaving: asyncio.Task[None] | None = None
-    at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def reading(self, generations: Sequence[Generation]) -> AbstractAsyncContextManager[Generation]:
-        """As `ArrivingHandoffs.reading`."""
-        return self.desk.reading(self, generations)
-
-    def settle(self, state: str) -> None:
-        self.state = state
-        self.settled.set()
-        if self.leaving is not None and self.leaving is not asyncio.current_task():
-            self.leaving.cancel()
-
-    def answer(self) -> AdoptedAnswer:
-        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered)
-
-    def unwatch(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
 
 class ArrivingHandoffs:
@@ -112,11 +71,26 @@ class ArrivingHandoffs:
 
         Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible.
         """
-        seen, former = self._fences.get(body.session, 0), self._known.get(body.handoff)
-        if body.fence < seen or (body.fence == seen and (former is None or former.state == GOING)):
-            raise HandoffStale(f"Move {body.fence} of the session is older than one that was seen here.")
+        first = self._open(body.of) if body.of else None
+        if first is None:
+            self._require_newest(body)
+        elif (first.body.fence, first.body.session, first.first) != (body.fence, body.session, None):
+            raise HandoffStale("The move that this one is a part of was granted under another number.")
         terms = await self._desk.terms()
         Fingerprint.parse(terms.fingerprint).require(Fingerprint.parse(body.fingerprint))
+        if first is None:
+            await self._fenced(body)
+        entry = await self._entry(body, await self._shelf(body.shelf), first)
+        if first is not None:
+            first.parts.append(entry)
+        self._known[body.handoff] = entry
+        self._watch(entry, SILENCE_S)
+        entry.leaving = asyncio.ensure_future(self._left_alone(entry, source_gone))
+        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens)
+
+    async def _fenced(self, body: AdoptBody) -> None:
+        """Nothing of an older move of the session is taken from here on. Raises HandoffStale, SlotBusy."""
+        self._require_newest(body)
         self._make_room()
         self._fences[body.session] = body.fence
         self._fences.move_to_end(body.session)
@@ -124,11 +98,11 @@ class ArrivingHandoffs:
             self._fences.popitem(last=False)
         for older in [one for one in self._known.values() if one.body.session == body.session and one.state == OPEN]:
             await self._abort(older)
-        entry = await self._entry(body, await self._shelf(body.shelf))
-        self._known[body.handoff] = entry
-        self._watch(entry, SILENCE_S)
-        entry.leaving = asyncio.ensure_future(self._left_alone(entry, source_gone))
-        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens)
+
+    def _require_newest(self, body: AdoptBody) -> None:
+        seen, former = self._fences.get(body.session, 0), self._known.get(body.handoff)
+        if body.fence < seen or (body.fence == seen and (former is None or former.state == GOING)):
+            raise HandoffStale(f"Move {body.fence} of the session is older than one that was seen here.")
 
     async def _shelf(self, offer: ShelfOffer | None) -> Shelf | None:
         if offer is None:
@@ -144,13 +118,13 @@ class ArrivingHandoffs:
             await self._abort(entry)
 
     def _make_room(self) -> None:
-        if sum(entry.state == OPEN for entry in self._known.values()) >= MOST_OPEN:
+        if sum(entry.state == OPEN and entry.first is None for entry in self._known.values()) >= MOST_OPEN:
             raise SlotBusy(f"{MOST_OPEN} moves come in already.")
         settled = [name for name, entry in self._known.items() if entry.state != OPEN]
         for name in settled[: max(0, len(self._known) - MOST_KNOWN + 1)]:
             del self._known[name]
 
-    async def _entry(self, body: AdoptBody, shelf: Shelf | None) -> Adopted:
+    async def _entry(self, body: AdoptBody, shelf: Shelf | None, first: Adopted | None) -> Adopted:
         core = self._preparation.core
         if body.expected_tokens > core.config.context_tokens:
             raise StateTooLarge(f"The state has {body.expected_tokens} tokens; the context holds fewer.")
@@ -161,21 +135,24 @@ class ArrivingHandoffs:
             origin = Origin(body.tenant, body.session)
             terms = await self._desk.terms()
             try:
-                taken = await adopting(terms, core, slot_id, body.expected_tokens, origin=origin, marks=body.marks)
+                taken = await adopting(
+                    terms, core, slot_id, body.expected_tokens,
+                    origin=origin, marks=body.marks, sibling=first.adopting if first else None,
+                )  # fmt: skip
             except SlotBusy:
                 if not tries_left:
                     raise
                 continue
-            return Adopted(body, slot_id, self, taken, shelf, tokens=taken.held_tokens)
+            return Adopted(body, slot_id, self, taken, shelf, tokens=taken.held_tokens, first=first)
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def block(self, exchange: Exchange) -> AdoptedAnswer:
         """ADOPT_BLOCK: a finished block of a generation that still runs elsewhere; behind the manifest any piece of it."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
-            head = read_json(BlockHead, await _read_head(exchange, MAX_HEAD_BYTES), "a block's head")
+            head = read_json(BlockHead, await read_head(exchange, MAX_HEAD_BYTES), "a block's head")
             piece = StatePiece(head.kind, head.start, head.end, head.size_bytes)
-            _require_expected(entry, head, piece)
+            require_expected(entry, head, piece)
             delivery = await self._came(entry, exchange, head, piece)
             await entry.adopting.begin(delivery, head.tokens)
             entry.tokens = max(entry.tokens, head.end)
@@ -212,7 +189,7 @@ class ArrivingHandoffs:
     async def _take_rest(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
         if entry.manifest is not None:
             raise InvalidRequest("The manifest of the state came before.")
-        manifest = Manifest.from_json(await _read_head(exchange, MAX_MANIFEST_BYTES), taken.tokens)
+        manifest = Manifest.from_json(await read_head(exchange, MAX_MANIFEST_BYTES), taken.tokens)
         running = manifest.generation
         if entry.body.idle != (running is None) or (
             running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)
@@ -239,13 +216,24 @@ class ArrivingHandoffs:
             await taken.finish(manifest)
             entry.settle(GOING)
             return
+        entry.manifest, entry.is_whole = manifest, True
+        first = entry.first or entry
+        by_choice = {one.body.choice: one for one in entry.together}
+        wanted = running.moves_with or (running.choice,)
+        if running.choice != entry.body.choice or not set(wanted) <= set(by_choice):
+            raise StateInvalid("The state is not of the choices that were announced.")
+        coming = [by_choice[choice] for choice in wanted]
+        if not all(one.is_whole for one in coming):
+            return
+        arrived = [(one.adopting, one.manifest) for one in coming if one.manifest is not None]
         deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
-        generation = await taken.go_on(manifest, self._preparation.compiler, Mailbox(), deadline_at)
-        generation.followed = True
-        generation.continued = sent_text(generation, running.sent_bytes, self._preparation)
-        entry.generation = generation
-        entry.settle(GOING)
-        self._watch(entry, CLAIM_S)
+        first.generations = await gone_on(arrived, self._preparation, deadline_at)
+        for one in entry.together:
+            one.unwatch()
+            if one not in coming:
+                await self._dropped(one)  # it ended meanwhile
+            one.settle(GOING)
+        self._watch(first, CLAIM_S)
 
     async def _delivery(self, exchange: Exchange, piece: StatePiece, proof: bytes) -> Delivery:
         dock = (await self._desk.terms()).dock
@@ -303,12 +291,17 @@ class ArrivingHandoffs:
             self._watch(entry, SILENCE_S)
 
     async def _abort(self, entry: Adopted) -> None:
-        entry.unwatch()
-        if entry.state == OVER:
-            return
-        if entry.generation is not None:
-            self._preparation.core.cancel(entry.generation)
-        entry.settle(OVER)
+        """Ends all parts of the move."""
+        for one in entry.together:
+            one.unwatch()
+            if one.state == OVER:
+                continue
+            for generation in one.generations:
+                self._preparation.core.cancel(generation)
+            one.settle(OVER)
+            await self._dropped(one)
+
+    async def _dropped(self, entry: Adopted) -> None:
         entry.shelf = None
         await entry.adopting.__aexit__(None, None, None)
 
@@ -330,43 +323,25 @@ class ArrivingHandoffs:
     def expected(self, handoff: str, request_id: str) -> Adopted:
         """The move that brings this request here. Raises HandoffUnknown."""
         entry = self._known.get(handoff)
-        if entry is None or entry.body.idle or entry.body.request_id != request_id or entry.claimed:
+        named = entry is not None and entry.first is None and not entry.body.idle
+        if entry is None or not named or entry.body.request_id != request_id or entry.claimed:
             raise HandoffUnknown("No running request of that id comes here by such a handoff.")
         return entry
 
     @asynccontextmanager
-    async def reading(self, entry: Adopted, generations: Sequence[Generation]) -> AsyncIterator[Generation]:
-        """Waits until the generation goes on here; ends it when the block is left. Raises HandoffUnknown when it never does."""
+    async def reading(self, entry: Adopted, generations: Sequence[Generation]) -> AsyncIterator[list[Generation]]:
+        """Waits until the request's generations go on here, as many as it has choices; ends them when the block is left. Raises
+        HandoffUnknown when they never do."""
         await entry.settled.wait()
-        generation = entry.generation
-        if entry.state != GOING or entry.claimed or generation is None or len(generations) != 1:
+        if entry.state != GOING or entry.claimed or len(generations) != len(entry.generations):
             raise HandoffUnknown("The request did not come here.")
         entry.claimed = True
         entry.unwatch()
         try:
-            yield generation
+            yield entry.generations
         finally:
-            self._preparation.core.cancel(generation)
-
-
-async def _read_head(exchange: Exchange, most_bytes: int) -> bytes:
-    length = bytearray(HEAD_LENGTH.size)
-    await exchange.read_into(memoryview(length))
-    (count,) = HEAD_LENGTH.unpack(length)
-    if count > min(most_bytes, exchange.unread_bytes):
-        raise StateInvalid(f"The payload's head is said to have {count} bytes.")
-    head = bytearray(count)
-    await exchange.read_into(memoryview(head))
-    return bytes(head)
-
-
-def _require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None:
-    """Raises StateInvalid for a piece that cannot come now."""
-    if entry.manifest is not None:
-        if head.tokens or not entry.awaited or piece != entry.awaited[0]:
-            raise StateInvalid("A piece is not the next one of the manifest.")
-    elif head.kind != "block" or not 0 < piece.tokens == len(head.tokens):
-        raise StateInvalid("A block's head does not fit its tokens.")
+            for generation in entry.generations:
+                self._preparation.core.cancel(generation)
 
 
 def _nothing() -> None:
@@ -379,10 +354,3 @@ def _free_slot(cache: PrefixCache, raw_logits: bool) -> Generator[None, None, in
     if slot is None:
         slot = cache.best_slot(Source(), raw_logits=not raw_logits)
     return None if slot is None else slot.index
-
-
-def sent_text(generation: Generation, sent_bytes: int, preparation: Preparation) -> str:
-    """The text of its answer that was sent before it came here."""
-    pieces = preparation.llama.vocabulary.pieces
-    text = b"".join(pieces[token] for token in generation.tokens[len(generation.prompt) :])
-    return text[:sent_bytes].decode("utf-8", "replace")

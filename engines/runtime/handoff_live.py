@@ -1,7 +1,8 @@
-"""A running generation on its way to another engine: in the line or its prompt, or while it writes.
+"""Running generations on their way to another engine: in the line or their prompt, or while they write.
 
-Its finished blocks are sent while it goes on; then it stops between two of its tokens, and the rest goes. Until the target
-has everything, whatever fails lets it go on here.
+Their finished blocks are sent while they go on; then they stop between two of their tokens, and the rest goes. Until the target
+has everything, whatever fails lets them go on here. The choices of one request move together: they stop in one step, go on there
+when the last one is there, and those that have ended are told of.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from engines.errors import (
     DeadlineExceeded,
@@ -20,13 +23,14 @@ from engines.errors import (
     SessionNotHeld,
     StateError,
 )
+from engines.rpc_handoff import HandoffClient
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.handoff_idle import Clock, room_of
 from engines.runtime.handoff_way import Way
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece
-from engines.runtime.state_follow import Leaving
+from engines.runtime.state_follow import Leaving, commit_together, stop_together
 from engines.runtime.state_snapshot import Manifest
 from engines.runtime.state_terms import SharingTerms
 from engines.wire_handoff import AdoptBody, AskBody, HandoffAnswer, HandoffBody
@@ -42,98 +46,158 @@ PROMPT_LOOK_S = 0.004
 ALIVE_S = 3.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Member:
+    """One choice on its way."""
+
+    generation: Generation
+    way: Way
+    leaving: Leaving
+
+
 class LiveMove:
-    """One generation's move. `run` raises StateError, GenerationStays, SlotBusy, DeadlineExceeded, SessionNotHeld (it ended
-    before), and what the target refuses with."""
+    """One request's move, begun by one of its generations. `run` raises StateError, GenerationStays, SlotBusy, DeadlineExceeded,
+    SessionNotHeld (it ended before), and what the target refuses with. `adopt_of` makes the first word about a generation."""
 
     def __init__(
         self,
         core: EngineCore,
         terms: SharingTerms,
-        way: Way,
+        target: HandoffClient,
         body: HandoffBody,
         generation: Generation,
         until: float,
+        adopt_of: Callable[[Generation, str], AdoptBody],
     ) -> None:
-        self._core, self._terms, self._way, self._body = core, terms, way, body
-        self._generation, self._until = generation, until
+        self._core, self._terms, self._target, self._body = core, terms, target, body
+        self._generation, self._until, self._adopt_of = generation, until, adopt_of
+        self._members: list[_Member] = []
         self._clock = Clock()
         self._hidden_bytes = 0
+        self._told_at = time.monotonic()
 
-    async def run(self, adopt: AdoptBody) -> HandoffAnswer:
-        generation, body, way = self._generation, self._body, self._way
+    async def run(self) -> HandoffAnswer:
+        generation, body = self._generation, self._body
         if not generation.followed:
             raise GenerationStays(
-                "Nobody would follow the running request: it has several choices, images, log probabilities, or a form of"
-                " answer whose stream cannot be continued elsewhere."
+                "Nobody would follow the running request: it has images, or a form of answer whose stream cannot be continued"
+                " elsewhere."
             )
-        await way.adopt(adopt)
-        self._clock.lap("adopted")
-        # The site may open the other end now, so that the stop is not longer than the state's way.
-        generation.mailbox.put(Piece(generation.choice, moving=body.handoff))
-        async with Leaving(self._core, self._terms, generation, body.fence) as leaving:
-            leaving.sent_tokens = way.held_tokens
+        async with AsyncExitStack() as stack:
+            first = await self._joined(stack, generation)
+            self._clock.lap("adopted")
+            # The site may open the other end now, so that the stop is not longer than the state's way.
+            generation.mailbox.put(Piece(generation.choice, moving=body.handoff))
             if not generation.new_tokens:
-                await self._follow_prompt(leaving)
+                await self._follow_prompt(first)
             began_at, began_tokens = time.monotonic(), generation.new_tokens
-            await self._follow(leaving)
+            await self._follow(first)
             step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
+            await self._join_others(stack)
             self._clock.lap("followed")
             stopped_at = time.monotonic()
-            manifest = await leaving.stop()
+            manifests = await stop_together([member.leaving for member in self._members])
             self._clock.lap("stopped")
-            await self._send_rest(leaving, manifest)
+            moving = [member for member in self._members if member.leaving in manifests]
+            await self._send_rests(moving, manifests)
             pause_s = time.monotonic() - stopped_at
             self._clock.lap("rest")
-            generation.handoff = body.handoff
-            await leaving.commit(body.fence)
+            for member in moving:
+                member.generation.handoff = body.handoff
+            await commit_together([member.leaving for member in moving], body.fence)
             self._clock.lap("freed")
-        held = [p for p in manifest.pieces if p.kind == "block" and p.end <= way.held_tokens]
+        return self._answer([(member, manifests[member.leaving]) for member in moving], pause_s, step_s)
+
+    def _answer(self, moved: Sequence[tuple[_Member, Manifest]], pause_s: float, step_s: float) -> HandoffAnswer:
+        held = [
+            piece
+            for member, manifest in moved
+            for piece in manifest.pieces
+            if piece.kind == "block" and piece.end <= member.way.held_tokens
+        ]
         return HandoffAnswer(
             kind="live",
-            tokens=len(manifest.tokens),
-            sent_bytes=way.sent_bytes,
+            tokens=sum(len(manifest.tokens) for _, manifest in moved),
+            sent_bytes=sum(member.way.sent_bytes for member in self._members),
             skipped_bytes=sum(piece.size_bytes for piece in held),
-            total_bytes=manifest.total_bytes,
+            total_bytes=sum(manifest.total_bytes for _, manifest in moved),
             seconds=self._clock.seconds,
             pause_ms=round(pause_s * 1000, 3),
             pause_steps=round(pause_s / step_s, 3) if step_s else 0.0,
-            request_id=generation.request_id,
+            request_id=self._generation.request_id,
             hidden_bytes=self._hidden_bytes,
-            send_s=round(way.send_s, 6),
-            way=way.name,
+            send_s=round(sum(member.way.send_s for member in self._members), 6),
+            way=self._members[0].way.name,
             phases_ms=self._clock.phases_ms,
         )
 
+    async def _joined(self, stack: AsyncExitStack, generation: Generation) -> _Member:
+        """The target takes it in."""
+        name = self._body.handoff if not self._members else f"{self._body.handoff}+{generation.choice}"
+        way = await stack.enter_async_context(Way(self._target, self._terms, name, self._body.fence))
+        await way.adopt(self._adopt_of(generation, name))
+        leaving = await stack.enter_async_context(Leaving(self._core, self._terms, generation, self._body.fence))
+        leaving.sent_tokens = way.held_tokens
+        self._members.append(_Member(generation, way, leaving))
+        return self._members[-1]
+
     # --- while it goes on -----------------------------------------------------------------------
 
-    async def _follow_prompt(self, leaving: Leaving) -> None:
+    async def _follow_prompt(self, member: _Member) -> None:
         """Sends what is full until the first token is drawn."""
-        told_at = time.monotonic()
-        while not self._generation.new_tokens:
-            sent_bytes = self._way.sent_bytes
-            await self._follow(leaving)
-            if self._way.sent_bytes > sent_bytes:
-                told_at = time.monotonic()
-            elif time.monotonic() - told_at > ALIVE_S:
-                await self._way.alive()
-                told_at = time.monotonic()
-            if self._generation.cancelled or not await leaving.is_under_way():
+        while not member.generation.new_tokens:
+            await self._follow(member)
+            await self._alive()
+            if member.generation.cancelled or not await member.leaving.is_under_way():
                 raise SessionNotHeld("The request ended before it could move.")
             await asyncio.sleep(PROMPT_LOOK_S)
         self._clock.lap("prompt")
 
-    async def _follow(self, leaving: Leaving) -> None:
+    async def _join_others(self, stack: AsyncExitStack) -> None:
+        """Returns when every choice of the request is on its way or has ended; one that waits for a slot is waited for."""
+        others = [one for one in self._generation.siblings if one is not self._generation]
+        while others:
+            running = await self._writing(others)
+            waiting = [one for one in others if one not in running and one.outcome is None]
+            # One that ends before the last one runs would hold a slot there for nothing.
+            for one in running if not waiting else ():
+                if not any(member.generation is one for member in self._members):
+                    await self._joined(stack, one)
+            for member in self._members:
+                await self._follow(member)
+            if not waiting:
+                return
+            if self._generation.cancelled:
+                raise SessionNotHeld("The request ended before it could move.")
+            await self._alive()
+            await asyncio.sleep(PROMPT_LOOK_S)
+
+    async def _writing(self, generations: Sequence[Generation]) -> list[Generation]:
+        def look(cache: PrefixCache) -> Generator[None, None, list[Generation]]:
+            yield from ()
+            decoding = [slot.generation for slot in cache.busy if slot.decoding]
+            return [one for one in generations if one in decoding]
+
+        return list(await self._core.perform(look))
+
+    async def _alive(self) -> None:
+        """Tells a target that has heard nothing for a while that there will be more."""
+        if time.monotonic() - self._told_at > ALIVE_S:
+            for member in self._members:
+                await member.way.alive()
+            self._told_at = time.monotonic()
+
+    async def _follow(self, member: _Member) -> None:
         """Sends what is full, until less than a block is missing."""
-        generation = self._generation
-        async for exported in leaving.finished_blocks(self._way.prove):
+        generation, way = member.generation, member.way
+        async for exported in member.leaving.finished_blocks(way.prove):
             piece = exported.piece
-            await self._way.send(exported, generation.tokens[piece.start : piece.end])
+            await way.send(exported, generation.tokens[piece.start : piece.end])
             if not generation.new_tokens:
                 self._hidden_bytes += piece.size_bytes
             if time.monotonic() > self._until:
                 raise DeadlineExceeded("The move's time was up before the generation's blocks had left.")
-            await self._way.make_room(exported.buffer.data.nbytes)
+            await way.make_room(exported.buffer.data.nbytes)
         if time.monotonic() > self._until:
             raise DeadlineExceeded("The move's time was up before the generation's prompt was computed.")
 
@@ -155,16 +219,12 @@ class LiveMove:
         except TimeoutError as error:
             raise StateError("The answer's reader is too slow to follow now.") from error
 
-    async def _send_rest(self, leaving: Leaving, manifest: Manifest) -> None:
+    async def _send_rests(self, moving: Sequence[_Member], manifests: dict[Leaving, Manifest]) -> None:
         """Returns when the target goes on. Raises when it surely does not, or cannot be asked any more."""
         telling = asyncio.ensure_future(self._told())
         try:
-            if self._way.on_shelf:
-                await self._place_rest(leaving, manifest, telling)
-            else:
-                known, rest = leaving.sent_tokens, leaving.unsent_pieces
-                exported = leaving.rest(self._way.prove)
-                await self._way.send_rest(manifest, known, rest, exported, REST_PATIENCE_S, telling)
+            for member in moving:
+                await self._send_rest(member, manifests[member.leaving], telling)
         except (EngineUnreachable, ProtocolBroken) as error:
             if not await self._goes_on_there():
                 raise
@@ -175,7 +235,15 @@ class LiveMove:
             if not telling.cancelled():
                 telling.exception()  # looked at: whoever waited for it got it
 
-    async def _place_rest(self, leaving: Leaving, manifest: Manifest, telling: asyncio.Future[None]) -> None:
+    async def _send_rest(self, member: _Member, manifest: Manifest, telling: asyncio.Future[None]) -> None:
+        leaving, way = member.leaving, member.way
+        if way.on_shelf:
+            await self._place_rest(leaving, way, manifest, telling)
+            return
+        rest, exported = leaving.unsent_pieces, leaving.rest(way.prove)
+        await way.send_rest(manifest, leaving.sent_tokens, rest, exported, REST_PATIENCE_S, telling)
+
+    async def _place_rest(self, leaving: Leaving, way: Way, manifest: Manifest, telling: asyncio.Future[None]) -> None:
         rest = leaving.unsent_pieces
 
         async def once_told(exported: ExportedPiece | None) -> None:
@@ -183,9 +251,9 @@ class LiveMove:
                 await telling
 
         largest_bytes = max((room_of(self._terms, piece) for piece in rest), default=0)
-        await self._way.make_room(largest_bytes)
-        pieces = leaving.rest(self._way.prove)
-        await self._way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
+        await way.make_room(largest_bytes)
+        pieces = leaving.rest(way.prove)
+        await way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
 
     async def _goes_on_there(self) -> bool:
         """Asks a target whose answer was lost. One that cannot be reached has its stream read by nobody."""
@@ -193,7 +261,7 @@ class LiveMove:
             await asyncio.sleep(pause_s)
             try:
                 ask = AskBody(self._body.handoff, self._body.fence, drop=True)
-                answer = await self._way.target.adopt_ask(ask)
+                answer = await self._target.adopt_ask(ask)
             except RpcRefused:
                 return False
             except (EngineUnreachable, ProtocolBroken) as error:

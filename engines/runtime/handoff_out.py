@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.errors import DeadlineExceeded, HandoffStale, SessionNotHeld, SlotBusy
 from engines.rpc_handoff import HandoffClient
@@ -176,12 +176,16 @@ class LeavingHandoffs:
         self, target: HandoffClient, body: HandoffBody, held: Held, generation: Generation, until: float
     ) -> HandoffAnswer:
         terms = await self._desk.terms()
-        expected = min(
-            len(generation.tokens) + EXPECTED_MORE_TOKENS, len(generation.prompt) + generation.max_new_tokens
-        )
-        adopt = _adopt_body(body, held, terms, generation.request_id, expected)
-        async with Way(target, terms, body.handoff, body.fence) as way:
-            return await LiveMove(self._core, terms, way, body, generation, until).run(adopt)
+
+        def adopt_of(one: Generation, name: str) -> AdoptBody:
+            expected = min(len(one.tokens) + EXPECTED_MORE_TOKENS, len(one.prompt) + one.max_new_tokens)
+            if one is generation:
+                return _adopt_body(body, held, terms, one.request_id, expected)
+            there = replace(held, tokens=tuple(one.tokens))
+            other = _adopt_body(body, there, terms, one.request_id, expected)
+            return replace(other, handoff=name, choice=one.choice, of=body.handoff)
+
+        return await LiveMove(self._core, terms, target, body, generation, until, adopt_of).run()
 
     async def _idle(self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int) -> HandoffAnswer:
         terms = await self._desk.terms()
@@ -212,4 +216,5 @@ def _adopt_body(
         request_id=request_id,
         # At least one token is computed where the conversation goes on.
         marks=marks_of(held.tokens[:-1], terms.block_tokens),
+        choice=0 if held.generation is None else held.generation.choice,
     )

@@ -13,7 +13,7 @@ from engines.runtime.journal import JOURNAL_HEADER
 from engines.runtime.origin import FOLLOWS_HEADER, RequestOrigin, read_origin
 
 if TYPE_CHECKING:
-    from engines.runtime.handoff_in import Adopted
+    from engines.runtime.handoff_entry import Adopted
     from engines.runtime.http_continue import Resumption
 
 # Set by the endpoints of continuations: on a request whose answer goes on here, and on one whose engine was lost over it.

@@ -121,7 +121,9 @@ class _WayOut:
             self._skipped = written if resumption.from_event is None else resumption.from_event
             self._add(frames)
         elif first.continued is not None:
-            answer.frames(Piece(first.choice, first.continued), first)
+            for generation in self._generations:
+                for piece in generation.continued or ():
+                    answer.frames(piece, generation)
             if self._journal is not None:
                 self._journal.arrived()
         else:
@@ -130,7 +132,7 @@ class _WayOut:
                 self._frames.append(begun(head))
             self._frames += _events(opening)
         await self.send()
-        return dict(resumption.replayed.ended) if resumption is not None else {}
+        return dict(resumption.replayed.ended) if resumption is not None else _ended(self._generations)
 
     @property
     def has_something(self) -> bool:
@@ -183,6 +185,12 @@ class _WayOut:
         await self.send()
 
 
+def _ended(generations: Sequence[Generation]) -> dict[int, Piece]:
+    """The last pieces of choices that ended before the others moved here."""
+    pieces = [one.continued[-1] for one in generations if one.continued]
+    return {piece.choice: piece for piece in pieces if piece.is_last}
+
+
 def _events(frames: bytes) -> list[bytes]:
     return [frame + b"\n\n" for frame in frames.split(b"\n\n") if frame]
 
@@ -200,11 +208,8 @@ async def _write(request: web.Request, response: web.StreamResponse, data: bytes
 
 async def collect(generations: Sequence[Generation]) -> dict[int, list[Piece]]:
     """All pieces of each choice. Raises the first error that one of them brings, and GenerationMoved."""
-    pieces: dict[int, list[Piece]] = {
-        generation.choice: [] if generation.continued is None else [Piece(generation.choice, generation.continued)]
-        for generation in generations
-    }
-    unfinished = set(pieces)
+    pieces: dict[int, list[Piece]] = {generation.choice: list(generation.continued or ()) for generation in generations}
+    unfinished = set(pieces) - set(_ended(generations))
     while unfinished:
         for piece in await generations[0].mailbox.take(PING_S):
             if piece.moving:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engines.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from engines.runtime.handoff_in import Adopted
+    from engines.runtime.handoff_entry import Adopted
     from engines.runtime.http_continue import Resumption
 
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"

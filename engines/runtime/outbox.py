@@ -62,6 +62,8 @@ class Outbox:
             generation.sampler.close()
         stats = generation.stats(time.monotonic())
         self._metrics.ended("cancelled" if generation.cancelled else error.code if error else str(reason), stats)
+        if reason is not None and reason != "moved":
+            generation.outcome = reason, stats
         if not generation.cancelled:
             text, logprobs, ids = released.text, released.logprobs, generation.unposted()
             self.post(generation, Piece(generation.choice, text, logprobs, None, reason, error, stats, ids))

@@ -183,16 +183,22 @@ class Preparation:
         """
         if origin.adopted is not None:
             async with origin.adopted.reading(generations) as moved:
-                generations[0] = moved
+                generations[:] = moved
                 if origin.budget_s is not None:
-                    moved.deadline_at = min(moved.deadline_at, time.monotonic() + origin.budget_s)
+                    until = time.monotonic() + origin.budget_s
+                    for one in moved:
+                        one.deadline_at = min(one.deadline_at, until)
                 yield
             return
         if origin.resumption is not None:
             await self.run(origin.resumption.bring, generations, self.llama.vocabulary)
         for generation in generations:
             generation.tenant, generation.session = origin.tenant, origin.session
-            generation.followed = origin.follows and _can_be_followed(generations)
+            generation.followed = origin.follows and not generation.spans
+            if generation.followed:
+                generation.siblings = tuple(generations)
+                if generation.params.top_logprobs is not None and generation.text.said is None:
+                    generation.text.said = []
             if origin.budget_s is not None:
                 generation.deadline_at = min(generation.deadline_at, time.monotonic() + origin.budget_s)
         spans = generations[0].spans  # all choices show the same
@@ -346,8 +352,3 @@ class Preparation:
                 f" the context holds {self.config.context_tokens}.",
                 param=param,
             )
-
-
-def _can_be_followed(generations: Sequence[Generation]) -> bool:
-    """Whether another engine could continue the answer: that of several choices, or with log probabilities, it could not."""
-    return len(generations) == 1 and not generations[0].spans and generations[0].params.top_logprobs is None

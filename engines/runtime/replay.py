@@ -164,4 +164,12 @@ def _written(journal: Journal, generations: Sequence[Generation], choices: Seque
         pieces.append(piece)
         if entry.reason is not None:
             ended[entry.choice] = piece
+            if stats is not None:
+                generations[entry.choice].outcome = entry.reason, stats
+    for generation, choice in zip(generations, choices, strict=True):
+        if generation.params.top_logprobs is not None:
+            mine = [piece for piece in pieces if piece is not None and piece.choice == generation.choice]
+            rest = choice.text[choice.at :]
+            said = [(len(piece.text), piece.logprobs) for piece in mine]
+            generation.text.said = [*said, *([(len(rest), ())] if rest else [])]
     return Replayed(tuple(pieces), ended, is_closed)

@@ -163,6 +163,14 @@ class Adopting:
 
         Raises StateInvalid when not everything came in, and what `resumed` and `EngineCore.submit` raise.
         """
+        generation = await self.resumed(manifest, compiler, mailbox, deadline_at)
+        self._core.submit(generation)
+        return generation
+
+    async def resumed(
+        self, manifest: Manifest, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
+    ) -> Generation:
+        """As `go_on`, but it stands in no line yet."""
         await self._require_all(manifest)
 
         def work(cache: PrefixCache) -> Generator[None, None, Generation]:
@@ -172,7 +180,6 @@ class Adopting:
             return generation
 
         generation: Generation = await self._terms.dock.perform(work)
-        self._core.submit(generation)
         return generation
 
 
@@ -184,13 +191,15 @@ async def adopting(
     *,
     origin: Origin = NOBODY,
     marks: Sequence[PrefixMark] = (),
+    sibling: Adopting | None = None,
 ) -> Adopting:
     """Takes and empties the slot for a state of about so many tokens, `origin`'s. What another sequence of the same tenant holds
-    of its beginning by `marks` is there already. Raises as `arrive`."""
+    of its beginning by `marks`, or a `sibling` that comes in too, is there already. Raises as `arrive`."""
 
     def work(cache: PrefixCache) -> Generator[None, None, Arrival]:
         arrival = yield from arrive(cache, slot_id, [0] * expected_tokens, erase_existing=True, origin=origin)
-        arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks)
+        beside = [] if sibling is None else [sibling._arrival]
+        arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks, beside)
         return arrival
 
     def give_back(arrival: Arrival) -> Callable[[PrefixCache], Generator[None, None, Any]]:
@@ -200,21 +209,31 @@ async def adopting(
 
 
 def _lent(
-    cache: PrefixCache, codec: StateCodec, arrival: Arrival, origin: Origin, marks: Sequence[PrefixMark]
+    cache: PrefixCache,
+    codec: StateCodec,
+    arrival: Arrival,
+    origin: Origin,
+    marks: Sequence[PrefixMark],
+    siblings: Sequence[Arrival],
 ) -> list[int]:
     """The tokens whose rows the slot holds now because another of the tenant's sequences does."""
     if not marks or not cache.can_share:
         return []
     slot, best, source = arrival.slot, 0, None
+    lent: list[int] = []
+    for one in siblings:
+        there = one.tokens[: len(one.slot.sequence.cells)]
+        best, source = longest_marked(there, marks), one.slot.sequence
+        lent = there[:best]
     for holder in cache.lenders:
         sequence = holder.sequence
         if sequence is slot.sequence or sequence.origin.tenant != origin.tenant or sequence.spans:
             continue
         length = longest_marked(sequence.tokens, marks)
         if length > best:
-            best, source = length, sequence
-    if source is None:
+            best, source, lent = length, sequence, sequence.tokens[:length]
+    if source is None or not best:
         return []
     codec.lend(source, slot.sequence, best)
     slot.awaited_cells -= best
-    return source.tokens[:best]
+    return lent

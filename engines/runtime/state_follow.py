@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Generator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 
-from engines.errors import EngineStopping, SlotBusy, StateError, StateHasImages
+from engines.errors import EngineStopping, SessionNotHeld, SlotBusy, StateError, StateHasImages
 from engines.runtime.arena import Buffer
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
@@ -25,7 +25,7 @@ from engines.runtime.state_dock import Lane, to_its_end
 from engines.runtime.state_export import ExportedPiece, planned
 from engines.runtime.state_forms import Proof, checksum_of
 from engines.runtime.state_layout import Bytes
-from engines.runtime.state_snapshot import Manifest, StatePiece, captured
+from engines.runtime.state_snapshot import Manifest, StatePiece, captured, ended_choices
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, slot_look
 
@@ -152,9 +152,12 @@ class Leaving:
         Raises SlotBusy while its prompt is being computed or it waits, StateError for what cannot travel.
         """
         manifest: Manifest = await self._terms.dock.take(self._stopped, lambda _: self._resumed)
+        self._watched(manifest)
+        return manifest
+
+    def _watched(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._watch = asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._stopped_too_long)
-        return manifest
 
     def _stopped(self, cache: PrefixCache) -> Generator[None, None, Manifest]:
         yield from ()
@@ -211,17 +214,21 @@ class Leaving:
         if fence != self._fence:
             raise StateError(f"The move was granted as number {self._fence}, not {fence}.")
 
-        def end(cache: PrefixCache) -> Generator[None, None, None]:
-            yield from ()
-            if self._departure is None:
-                raise StateError("The generation was not stopped, or goes on here again.")
-            slot, self._departure = self._departure.slot, None
-            slot.transfer = ""
-            slot.sequence.clear()
-            self._core.end_moved(self._generation)
-
-        await self._terms.dock.perform(end)
+        await self._terms.dock.perform(self._ended)
         self._unwatch()
+
+    def _ended(self, cache: PrefixCache) -> Generator[None, None, None]:
+        yield from ()
+        self._require_stopped()
+        assert self._departure is not None
+        slot, self._departure = self._departure.slot, None
+        slot.transfer = ""
+        slot.sequence.clear()
+        self._core.end_moved(self._generation)
+
+    def _require_stopped(self) -> None:
+        if self._departure is None:
+            raise StateError("The generation was not stopped, or goes on here again.")
 
     async def _resume(self) -> None:
         self._unwatch()
@@ -249,3 +256,65 @@ class Leaving:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+
+
+async def stop_together(leavings: Sequence[Leaving]) -> dict[Leaving, Manifest]:
+    """Stops the choices of one request between two steps; those that have ended meanwhile are not in what is returned.
+
+    Raises as `Leaving.stop`, and then none is stopped; SessionNotHeld when all have ended.
+    """
+    dock = leavings[0]._terms.dock
+
+    def stopped(cache: PrefixCache) -> Generator[None, None, dict[Leaving, Manifest]]:
+        running = [one for one in leavings if one._generation.outcome is None]
+        try:
+            manifests = {}
+            for one in running:
+                manifests[one] = yield from one._stopped(cache)
+            return _as_group(manifests)
+        except BaseException:
+            for one in running:
+                yield from one._resumed(cache)
+            raise
+
+    def back(stopped: dict[Leaving, Manifest]) -> Callable[[PrefixCache], Generator[None, None, None]]:
+        def work(cache: PrefixCache) -> Generator[None, None, None]:
+            for one in stopped:
+                yield from one._resumed(cache)
+
+        return work
+
+    manifests: dict[Leaving, Manifest] = await dock.take(stopped, back)
+    for one, manifest in manifests.items():
+        one._watched(manifest)
+    return manifests
+
+
+def _as_group(manifests: dict[Leaving, Manifest]) -> dict[Leaving, Manifest]:
+    """Each says which choices go on together, the first also what became of the others."""
+    if not manifests:
+        raise SessionNotHeld("The request ended before it could move.")
+    choices = tuple(one._generation.choice for one in manifests)
+    ended = ended_choices(next(iter(manifests))._generation.siblings)
+    grouped: dict[Leaving, Manifest] = {}
+    for one, manifest in manifests.items():
+        assert manifest.generation is not None
+        state = replace(manifest.generation, moves_with=choices, ended=() if grouped else ended)
+        grouped[one] = replace(manifest, generation=state)
+    return grouped
+
+
+async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
+    """As `Leaving.commit`, for all or none."""
+    if any(one._fence != fence for one in leavings):
+        raise StateError(f"A move was granted under another number than {fence}.")
+
+    def ended(cache: PrefixCache) -> Generator[None, None, None]:
+        for one in leavings:
+            one._require_stopped()
+        for one in leavings:
+            yield from one._ended(cache)
+
+    await leavings[0]._terms.dock.perform(ended)
+    for one in leavings:
+        one._unwatch()

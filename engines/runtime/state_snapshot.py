@@ -14,17 +14,20 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from engines.api_constraint import ConstraintSpec
-from engines.errors import StateInvalid
+from engines.errors import StateError, StateInvalid
 from engines.runtime.constraint import ConstraintCompiler
-from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.generation import Generation, Mailbox, Piece, Stats
 from engines.runtime.llama import Llama
-from engines.runtime.sampler import Sampler, SamplingParams
+from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
+from engines.runtime.text import Said
 
 VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 MAX_PIECES = 1 << 17
 MAX_HELD_BYTES = 1 << 16
+# An answer with log probabilities takes all of them along, about a kilobyte a token.
+MAX_SAID_LOGPROBS = 1 << 18
 # The pieces of a state, in the order in which they travel: a block follows its predecessor, the last part follows the blocks,
 # checkpoints (parts of earlier cuts) follow, and at the end stands what the draft head holds: its rows, then hidden rows that it
 # has not been fed.
@@ -46,12 +49,27 @@ class StatePiece:
 
 
 @dataclass(frozen=True)
+class EndedChoice:
+    """A choice that has ended, of a request whose others move: what its reader's end of the answer still counts."""
+
+    choice: int
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    sent_bytes: int
+    reason: str
+    stats: Stats
+    said: tuple[Said, ...] = ()
+
+
+@dataclass(frozen=True)
 class GenerationState:
     """A generation between two of its tokens. What its prompt and tokens were stands in the manifest.
 
     The drawing of tokens goes on with `draws` more numbers used up from the seed's row; XTC alone takes numbers of its own at
     times, and goes on with others. `held_text` was drawn and not sent: it may begin a stop string or end inside a character.
-    A constraint's place is found again by replaying the tokens behind the prompt. A thinking budget does not travel.
+    A constraint's place is found again by replaying the tokens behind the prompt. A thinking budget does not travel. `said` and
+    `held_logprobs` are there where log probabilities are asked for. `moves_with` are the choices that go on together, this one
+    included (none: it alone); the first of them brings those of the request that have ended.
     """
 
     request_id: str
@@ -75,6 +93,10 @@ class GenerationState:
     system_cut: int = 0
     draft_min: int = 0
     draft_max: int | None = None
+    held_logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
+    said: tuple[Said, ...] = ()
+    moves_with: tuple[int, ...] = ()
+    ended: tuple[EndedChoice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +155,9 @@ class Manifest:
             raise StateInvalid("The state's generation does not belong to its tokens.")
         if running and len(running.held_text) > MAX_HELD_BYTES:
             raise StateInvalid(f"The state's generation holds back more than {MAX_HELD_BYTES} bytes of text.")
+        for ended in running.ended if running else ():
+            if not (0 < ended.prompt_tokens <= len(ended.tokens) <= MAX_TOKENS and min(ended.tokens) >= 0):
+                raise StateInvalid("A choice that has ended does not belong to its tokens.")
 
     @property
     def all_tokens(self) -> list[int]:
@@ -172,7 +197,37 @@ def captured(generation: Generation) -> GenerationState:
         system_cut=generation.system_cut,
         draft_min=generation.draft_min,
         draft_max=generation.draft_max,
+        held_logprobs=generation.text.held_logprobs,
+        said=_said(generation),
     )
+
+
+def _said(generation: Generation) -> tuple[Said, ...]:
+    """Raises StateError for more log probabilities than are taken along."""
+    said = generation.text.said or ()
+    if said and generation.new_tokens * (1 + (generation.params.top_logprobs or 0)) > MAX_SAID_LOGPROBS:
+        raise StateError("The answer has so many log probabilities that it stays where it is.")
+    return tuple(said)
+
+
+def ended_choices(siblings: Sequence[Generation]) -> tuple[EndedChoice, ...]:
+    """Those of a request's choices that have ended; on the core's thread."""
+    return tuple(
+        EndedChoice(one.choice, tuple(one.tokens), len(one.prompt), one.text.sent_bytes, *one.outcome, said=_said(one))
+        for one in siblings
+        if one.outcome is not None
+    )
+
+
+def said_pieces(choice: int, text: str, said: Sequence[Said]) -> tuple[Piece, ...]:
+    """The pieces that `text` went out in; one, where nothing hangs on how many they were."""
+    if not said:
+        return (Piece(choice, text),)
+    pieces, at = [], 0
+    for characters, logprobs in said:
+        pieces.append(Piece(choice, text[at : at + characters], logprobs))
+        at += characters
+    return tuple(pieces)
 
 
 def resumed(
@@ -211,7 +266,9 @@ def resumed(
         generation.constraint = compiler.compile(state.constraint)
         generation.constraint.replay(tokens[state.prompt_tokens :])
     generation.cached_tokens = state.cached_tokens
-    generation.text.resume(state.held_text, state.sent_bytes)
+    generation.text.resume(state.held_text, state.sent_bytes, state.held_logprobs)
+    if state.params.top_logprobs is not None:
+        generation.text.said = list(state.said)
     now = time.monotonic()
     generation.first_token_at = now - state.decode_s if generation.new_tokens else None
     generation.started_at = now - state.decode_s - state.prompt_s

@@ -34,6 +34,10 @@ class StopMatcher:
         return self.held == len(self.stop)
 
 
+# A piece's characters, and the log probabilities that went with it.
+Said = tuple[int, tuple[TokenLogprob, ...]]
+
+
 @dataclass(frozen=True)
 class Released:
     """Text that may be sent now, with the log probabilities of the tokens whose bytes it completes."""
@@ -57,6 +61,8 @@ class TextAssembler:
         self._released_bytes = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
         self.stopped = False
+        # Where an answer with log probabilities may move: what was released so far, as its pieces had it.
+        self.said: list[Said] | None = None
 
     def feed(self, piece: bytes, logprob: TokenLogprob | None = None) -> Released:
         """Adds a token's bytes; returns what became safe. After `stopped` nothing more may be fed."""
@@ -86,9 +92,15 @@ class TextAssembler:
     def sent_bytes(self) -> int:
         return self._released_bytes
 
-    def resume(self, held: bytes, sent_bytes: int) -> None:
+    @property
+    def held_logprobs(self) -> tuple[tuple[int, TokenLogprob], ...]:
+        """Of tokens whose text was not released yet, with the byte of the answer where each begins."""
+        return tuple(self._waiting)
+
+    def resume(self, held: bytes, sent_bytes: int, logprobs: Sequence[tuple[int, TokenLogprob]] = ()) -> None:
         """Takes over where another one stood; for one that was fed nothing. What it held holds back the same again."""
         self._released_bytes = sent_bytes
+        self._waiting.extend(logprobs)
         for byte in held:
             for matcher in self._matchers:
                 matcher.feed(byte)
@@ -108,6 +120,8 @@ class TextAssembler:
         # A token belongs to the text once its first byte is out; tokens without bytes go with their neighbour.
         while self._waiting and (last or self._waiting[0][0] < self._released_bytes):
             ready.append(self._waiting.popleft()[1])
+        if self.said is not None and (text or ready):
+            self.said.append((len(text), tuple(ready)))
         return Released(text, tuple(ready))
 
 

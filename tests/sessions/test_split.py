@@ -229,8 +229,8 @@ def test_the_divergence_is_taken_over_what_is_told_and_the_rest_as_one() -> None
         ({}, True),
         ({"n": 1, "logprobs": False, "top_logprobs": None}, True),
         ({"n": 2}, False),
-        ({"logprobs": True, "top_logprobs": 3}, False),
-        ({"logprobs": True}, False),
+        ({"logprobs": True, "top_logprobs": 3}, True),
+        ({"reasoning_budget": 5}, False),
     ],
 )
 def test_answers_that_one_stream_cannot_continue_stay_where_they_begin(fields: dict[str, Any], movable: bool) -> None:

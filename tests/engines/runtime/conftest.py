@@ -14,10 +14,11 @@ from engines.runtime.llama import Llama, Vocabulary
 from tests import synthetic_projector
 from tests.conftest import PulledModel
 from tests.engine_process import EngineProcess
+from tests.engines.runtime.handoff_pair import pair, session, web
 from tests.fault_table import pytest_terminal_summary
 from tests.synthetic_gguf import SyntheticModel
 
-__all__ = ["pytest_terminal_summary"]
+__all__ = ["pair", "pytest_terminal_summary", "session", "web"]
 
 
 @pytest.fixture(scope="session")

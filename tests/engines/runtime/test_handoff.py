@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,160 +12,22 @@ import pytest
 
 from engines.errors import EngineError, RpcRefused
 from engines.rpc_handoff import HandoffClient
-from engines.wire_handoff import AdoptBody, AskBody, HandoffAnswer, HandoffBody
-from tests.engine_process import EngineProcess, free_port
+from engines.wire_handoff import AdoptBody, AskBody
+from tests.engines.runtime.handoff_pair import (
+    PATH,
+    SECRET,
+    TENANT,
+    Follower,
+    Pair,
+    asked_to_move,
+    body,
+    engine_of,
+    headers,
+    name_of,
+    said,
+    stayed,
+)
 from tests.synthetic_gguf import SyntheticModel
-
-SECRET = "a secret of the tests, long enough"
-TENANT = "ab" * 16
-PATH = "/v1/chat/completions"
-Pair = tuple[EngineProcess, EngineProcess]
-
-
-@pytest.fixture(scope="module")
-def pair(
-    tiny_model: Callable[..., SyntheticModel], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., Pair]]:
-    """`pair(architecture)`: two engines of one model, shared by this file's tests; each test has a session of its own."""
-    made: dict[str, Pair] = {}
-    folder = tmp_path_factory.mktemp("handoff")
-    with ExitStack() as stack:
-
-        def make(architecture: str) -> Pair:
-            if architecture not in made:
-                drafts = architecture == "qwen35moe"
-                model = tiny_model(architecture, tie_free=True, **({"nextn": True} if drafts else {}))
-                settings: dict[str, Any] = {"speculation": "mtp", "draft_tokens": 3} if drafts else {}
-                first, second = (engine_of(folder, model, **settings) for _ in range(2))
-                made[architecture] = stack.enter_context(first), stack.enter_context(second)
-            return made[architecture]
-
-        yield make
-
-
-def engine_of(folder: Path, model: SyntheticModel, **settings: Any) -> EngineProcess:
-    values = {"slots": 2, "context_tokens": 4096, "checkpoint_min_tokens": 16, "kv_block_tokens": 64, **settings}
-    return EngineProcess(folder, model.path, rpc_port=free_port(), rpc_secret=SECRET, **values)
-
-
-@pytest.fixture
-def session(request: pytest.FixtureRequest) -> str:
-    """A conversation's name that no other test has."""
-    return re.sub(r"[^A-Za-z0-9_.:-]", ".", request.node.name)[:100]
-
-
-@pytest.fixture
-async def web() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession() as session:
-        yield session
-
-
-def body(text: str = "Tell a story about a river. " * 12, count: int = 120, **fields: Any) -> dict[str, Any]:
-    messages = fields.pop("messages", None) or [{"role": "user", "content": text}]
-    usage = {"stream_options": {"include_usage": True}} if fields.get("stream", True) else {}
-    return {
-        "messages": messages,
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        **usage,
-        **fields,
-    }
-
-
-def headers(session: str, request_id: str, **more: str) -> dict[str, str]:
-    who = {"X-Request-Id": request_id, "X-Hydra-Session": session, "X-Hydra-Tenant": TENANT, "X-Hydra-Follows": "1"}
-    return {**who, **more}
-
-
-async def asked_to_move(
-    session: str, source: EngineProcess, target: EngineProcess, fence: int, request_id: str = ""
-) -> HandoffAnswer:
-    port, name = target.config.rpc_port, name_of(session, fence)
-    async with HandoffClient("127.0.0.1", source.config.rpc_port, secret=SECRET) as client:
-        return await client.handoff(HandoffBody(name, fence, session, "127.0.0.1", port, SECRET, 30.0, request_id))
-
-
-def name_of(session: str, fence: int) -> str:
-    return f"h{fence}.{session}"[:64]
-
-
-class Follower:
-    """As a site reads: passes events on, and goes along when the stream says that it moved."""
-
-    def __init__(
-        self, web: aiohttp.ClientSession, session: str, request: dict[str, Any], request_id: str, path: str = PATH
-    ) -> None:
-        self._web, self._raw, self._id, self._path = web, json.dumps(request).encode(), request_id, path
-        self._session = session
-        self.events: list[bytes] = []
-        self.moves: list[str] = []
-        self.has_ended = False
-
-    async def read(self, engine: EngineProcess, targets: dict[int, EngineProcess]) -> None:
-        """`targets` by the numbers of the moves."""
-        url, more = engine.base_url + self._path, {}
-        while True:
-            async with self._web.post(
-                url, data=self._raw, headers=headers(self._session, self._id, **more)
-            ) as response:
-                assert response.status == 200, await response.text()
-                moved = ""
-                async for event in _events(response):
-                    if event.startswith(b"event: hydra.moved"):
-                        moved = json.loads(event.split(b"data: ")[1])["handoff"]
-                    elif not event.startswith(b"event: hydra."):
-                        self.events.append(event)
-            if not moved:
-                self.has_ended = True
-                return
-            self.moves.append(moved)
-            url, more = (
-                f"{targets[int(moved[1:].split('.')[0])].base_url}/handoffs/{moved}/stream",
-                {"X-Hydra-Path": self._path},
-            )
-
-    async def until(self, events: int) -> None:
-        async with asyncio.timeout(30):
-            while len(self.events) < events and not self.has_ended:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-    @property
-    def chunks(self) -> list[dict[str, Any]]:
-        return [json.loads(event[6:]) for event in self.events if event.startswith(b"data: {")]
-
-    @property
-    def text(self) -> str:
-        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
-        return "".join(choice.get("delta", {}).get("content") or choice.get("text") or "" for choice in choices)
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
-        return [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        (usage,) = [chunk["usage"] for chunk in self.chunks if chunk.get("usage")]
-        return dict(usage)
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    pending = b""
-    async for data in response.content.iter_any():
-        *events, pending = (pending + data).split(b"\n\n")
-        for event in events:
-            yield event
-
-
-async def stayed(
-    web: aiohttp.ClientSession, engine: EngineProcess, request: dict[str, Any], path: str = PATH
-) -> Follower:
-    """The same answer of nobody who moves."""
-    follower = Follower(web, "", request, "alone", path)
-    await follower.read(engine, {})
-    return follower
 
 
 @pytest.mark.parametrize(
@@ -254,7 +113,7 @@ async def test_a_conversation_that_moves_inside_and_between_all_turns_answers_th
         live = await asked_to_move(session, here, there, 2 * turn + 1, f"t{turn}")
         await reading
         alone = await stayed(web, here, {**request, "cache_prompt": False})
-        assert (_said(moving), moving.finish_reasons) == (_said(alone), alone.finish_reasons)
+        assert (said(moving), moving.finish_reasons) == (said(alone), alone.finish_reasons)
         assert (live.kind, len(moving.moves)) == ("live", 1)
         # Tools stand at a prompt's beginning, so that nothing of the earlier turns fits.
         assert fields is call or moving.usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * computed
@@ -312,89 +171,19 @@ async def test_what_the_target_holds_of_another_conversation_is_not_sent(
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-async def test_constrained_answers_and_calls_move_whole(
-    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
-) -> None:
-    # Greedy: where the form leaves out what the model wants, the others lie so near to each other that a draw among them hangs on
-    # the last bits of a sum, and those on where the cells lie.
-    home, away = pair("llama")
-    schema = {"type": "object", "properties": {"a": {"type": "string", "minLength": 1500, "maxLength": 1600}},
-              "required": ["a"], "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    tool = {"type": "function", "function": {"name": "tell", "parameters": schema}}
-    for fence, fields in enumerate(({"response_format": form}, {"tools": [tool], "tool_choice": "required"}), 1):
-        request = body(count=2500, ignore_eos=False, **fields)
-        moving = Follower(web, session, request, f"c{fence}")
-        reading = asyncio.ensure_future(moving.read(home, {fence: away}))
-        # Calls are held back, so what is seen of them tells little.
-        await asyncio.sleep(0.15)
-        await asked_to_move(session, home, away, fence)
-        await reading
-        alone = await stayed(web, home, {**request, "cache_prompt": False})
-        assert moving.moves
-        assert (_said(moving), moving.finish_reasons) == (_said(alone), alone.finish_reasons)
-
-
-def _until_it_runs(engine: EngineProcess) -> None:
-    while not any(slot["is_processing"] for slot in engine.get("/slots")):
-        """Asked again."""
-
-
-def _said(follower: Follower) -> tuple[str, str, list[str]]:
-    calls = [
-        call["function"]
-        for chunk in follower.chunks
-        for choice in chunk["choices"]
-        for call in choice["delta"].get("tool_calls", ())
-    ]
-    names = [call["name"] for call in calls if "name" in call]
-    return follower.text, "".join(call.get("arguments", "") for call in calls), names
-
-
-async def test_an_answer_in_one_piece_and_other_dialects_move(
-    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
-) -> None:
-    home, away = pair("llama")
-    request = body(count=1500, stream=False)
-
-    async def ask(engine: EngineProcess, path: str, **more: str) -> tuple[int, dict[str, Any]]:
-        async with web.post(engine.base_url + path, json=request, headers=headers(session, "w", **more)) as response:
-            return response.status, await response.json()
-
-    asking = asyncio.ensure_future(ask(home, PATH))
-    await asyncio.to_thread(_until_it_runs, home)
-    await asked_to_move(session, home, away, 1)
-    status, told = await asking
-    assert (status, told["error"]["code"], told["error"]["param"]) == (409, "generation_moved", name_of(session, 1))
-    status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": PATH})
-    assert status == 200
-    alone = await ask(home, PATH)
-    assert whole["choices"] == alone[1]["choices"]
-    assert whole["usage"]["completion_tokens"] == 1500
-
-    completion = {"prompt": "A river. " * 30, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
-    moving = Follower(web, session, completion, "k", "/v1/completions")
-    reading = asyncio.ensure_future(moving.read(home, {2: away}))
-    await moving.until(20)
-    await asked_to_move(session, home, away, 2)
-    await reading
-    assert moving.moves == [name_of(session, 2)]
-    assert moving.text == (await stayed(web, home, completion, "/v1/completions")).text
-
-
 async def test_who_cannot_be_followed_stays_and_old_numbers_are_refused(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
     home, away = pair("llama")
     with pytest.raises(RpcRefused, match="holds nothing"):
         await asked_to_move(session, home, away, 1)
-    staying = Follower(web, session, body(count=1000, n=2), "n")
-    reading = asyncio.ensure_future(staying.read(home, {}))
-    await staying.until(10)
-    with pytest.raises(RpcRefused) as refused:
-        await asked_to_move(session, home, away, 2)
-    assert refused.value.peer_code == "generation_stays"
-    await reading
+    unfollowed = headers(session, "n", **{"X-Hydra-Follows": "0"})
+    async with web.post(home.base_url + PATH, json=body(count=1000), headers=unfollowed) as response:
+        await response.content.readuntil(b"content")
+        with pytest.raises(RpcRefused) as refused:
+            await asked_to_move(session, home, away, 2)
+        assert refused.value.peer_code == "generation_stays"
+        await response.read()
     assert (await asked_to_move(session, home, away, 3)).kind == "idle"
     # The same number tells what came of it, an older one is nobody's any more.
     assert (await asked_to_move(session, home, away, 3)).kind == "idle"

@@ -15,7 +15,7 @@ from engines.errors import EngineError, RpcRefused
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 from tests.engine_process import EngineProcess
-from tests.engines.runtime.test_handoff import SECRET, Follower, body, engine_of, stayed
+from tests.engines.runtime.handoff_pair import SECRET, Follower, body, engine_of, stayed
 from tests.synthetic_gguf import SyntheticModel
 
 # The site's own test of a split (tests/sessions/test_split.py) is in every run.

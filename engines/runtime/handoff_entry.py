@@ -1,0 +1,95 @@
+"""One move towards this engine, or a part of one: how far it has come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engines.errors import StateInvalid
+from engines.rpc_exchange import Exchange
+from engines.rpc_handoff import HEAD_LENGTH
+from engines.runtime.generation import Generation
+from engines.runtime.handoff_shelf import Shelf
+from engines.runtime.state_adopt import Adopting
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.wire_handoff import AdoptBody, AdoptedAnswer, BlockHead
+
+if TYPE_CHECKING:
+    from engines.runtime.handoff_in import ArrivingHandoffs
+
+OPEN, GOING, OVER = "open", "going", "over"
+
+
+@dataclass(eq=False)
+class Adopted:
+    """One move towards this engine."""
+
+    body: AdoptBody
+    slot_id: int
+    desk: ArrivingHandoffs
+    adopting: Adopting
+    shelf: Shelf | None = None
+    manifest: Manifest | None = None
+    awaited: list[StatePiece] = field(default_factory=list)
+    """Once the manifest is here: the pieces that are still to come."""
+    state: str = OPEN
+    tokens: int = 0
+    generations: list[Generation] = field(default_factory=list)
+    """Once it goes on here: all choices of the request."""
+    first: Adopted | None = None
+    """Of a move that is a part of another one; that one has it among its `parts`."""
+    parts: list[Adopted] = field(default_factory=list)
+    is_whole: bool = False
+    claimed: bool = False
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    timer: asyncio.TimerHandle | None = None
+    leaving: asyncio.Task[None] | None = None
+    at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def together(self) -> list[Adopted]:
+        """All parts of the move."""
+        first = self.first or self
+        return [first, *first.parts]
+
+    def reading(self, generations: Sequence[Generation]) -> AbstractAsyncContextManager[list[Generation]]:
+        """As `ArrivingHandoffs.reading`."""
+        return self.desk.reading(self, generations)
+
+    def settle(self, state: str) -> None:
+        self.state = state
+        self.settled.set()
+        if self.leaving is not None and self.leaving is not asyncio.current_task():
+            self.leaving.cancel()
+
+    def answer(self) -> AdoptedAnswer:
+        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered)
+
+    def unwatch(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+async def read_head(exchange: Exchange, most_bytes: int) -> bytes:
+    """The JSON before a payload's bytes. Raises StateInvalid."""
+    length = bytearray(HEAD_LENGTH.size)
+    await exchange.read_into(memoryview(length))
+    (count,) = HEAD_LENGTH.unpack(length)
+    if count > min(most_bytes, exchange.unread_bytes):
+        raise StateInvalid(f"The payload's head is said to have {count} bytes.")
+    head = bytearray(count)
+    await exchange.read_into(memoryview(head))
+    return bytes(head)
+
+
+def require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None:
+    """Raises StateInvalid for a piece that cannot come now."""
+    if entry.manifest is not None:
+        if head.tokens or not entry.awaited or piece != entry.awaited[0]:
+            raise StateInvalid("A piece is not the next one of the manifest.")
+    elif head.kind != "block" or not 0 < piece.tokens == len(head.tokens):
+        raise StateInvalid("A block's head does not fit its tokens.")
