@@ -204,12 +204,16 @@ class _Bench:
         moves, so that the conversation is at home then."""
         moves: list[tuple[float, HandoffAnswer, float]] = []
         copying: Copies | None = None
-        for number in range(self._options.repeats | 1):
-            here, there = (away, home) if number % 2 == 0 else (home, away)
-            move = await self._handoff(here, there, session)
-            copying = copying or copies(move.total_bytes, self._options.gpu_layers)
-            copy_s = _copy_s(copying, move.sent_bytes)
-            moves.append((move.seconds / copy_s, move, copy_s))
+        try:
+            for number in range(self._options.repeats | 1):
+                here, there = (away, home) if number % 2 == 0 else (home, away)
+                move = await self._handoff(here, there, session)
+                copying = copying or copies(move.total_bytes, self._options.gpu_layers)
+                copy_s = _copy_s(copying, move.sent_bytes)
+                moves.append((move.seconds / copy_s, move, copy_s))
+        finally:
+            if copying is not None:
+                copying.close()
         _, median_move, copy_s = sorted(moves, key=lambda one: one[0])[len(moves) // 2]
         return median_move, copy_s
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from typing import Protocol
 
 import numpy as np
 
 from bench.errors import BenchError
-from engines.runtime.arena import pin
+from engines.runtime.arena import Arena
 from engines.runtime.state_layout import Bytes
 
 # A card's copies go through a buffer of at most this, again and again: their speed does not depend on more.
@@ -51,11 +50,11 @@ class CardCopies:
     """Between a GPU and page-locked memory, by CUDA's driver. Raises BenchError where that cannot be had."""
 
     def __init__(self, most_bytes: int, device: int) -> None:
-        self._size_bytes = min(most_bytes, CARD_BUFFER_BYTES)
-        self._memory = np.frombuffer(mmap.mmap(-1, self._size_bytes), dtype=np.uint8)
-        self._memory[::4096] = 0
-        self._pin = pin(self._memory.ctypes.data, self._size_bytes, device)
-        if self._pin is None:
+        # The engine's own kind of memory: it lies elsewhere where CUDA counts a part of its place as page-locked already.
+        self._arena = Arena(min(most_bytes, CARD_BUFFER_BYTES), folder=None, cuda_device=device)
+        self._memory, self._size_bytes = self._arena.memory, self._arena.size_bytes
+        if not self._arena.pinned:
+            self._arena.close()
             raise BenchError("CUDA does not page-lock memory here; nothing to compare with")
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._card, context, handle = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_int()
@@ -78,8 +77,7 @@ class CardCopies:
     def close(self) -> None:
         """Memory that is unmapped while it is page-locked leaves its addresses unfit for whoever gets them next."""
         self._call("cuMemFree_v2", self._card)
-        assert self._pin is not None
-        self._pin.release()
+        self._arena.close()
 
     def _copy_s(self, name: str, target: object, source: object, size_bytes: int) -> float:
         began = time.perf_counter()
