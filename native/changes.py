@@ -5,20 +5,11 @@ Engines give the same tokens with and without them: the tests of drafts pass on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from native.cell_window import CELL_WINDOW
 from native.errors import BuildFailed
-
-
-@dataclass(frozen=True)
-class Change:
-    """`old` stands once in the file `path`, relative to llama.cpp's folder, and becomes `new`."""
-
-    path: str
-    old: str
-    new: str
-
+from native.source_change import Change
 
 CHANGES = (
     # A context that can take back K tokens of a recurrent model copies K + 1 states of the convolution in every layer and step,
@@ -35,19 +26,26 @@ CHANGES = (
     # costs no walk through the tree. 65,536 tokens in blocks of 4,096, cells alone, on a CPU: in 20 ms before, 11 after.
     Change(
         "src/llama-kv-cells.h",
-        "        const auto n = seq_pos[s].erase({ pos[i], i });\n        assert(n == 1);\n",
+        "        const auto n = seq_pos[s].erase({ pos[i], i });\n        assert(n == 1);\n        GGML_UNUSED(n);\n",
         "        auto & sp = seq_pos[s];\n"
         "        const std::pair<llama_pos, uint32_t> key = { pos[i], i };\n"
         "        if (!sp.empty() && *sp.begin() == key) {\n"
         "            sp.erase(sp.begin());\n"
-        "            return;\n"
+        "        } else {\n"
+        "            const auto n = sp.erase(key);\n"
+        "            assert(n == 1);\n"
+        "            GGML_UNUSED(n);\n"
         "        }\n"
-        "        const auto n = sp.erase(key);\n        assert(n == 1);\n",
+        "        if (sp.empty()) {\n"
+        "            seq_bounds[s] = {};\n"
+        "        }\n",
     ),
     Change(
         "src/llama-kv-cells.h",
         "        seq_pos[s].insert({ pos[i], i });\n",
-        "        seq_pos[s].insert(seq_pos[s].end(), { pos[i], i });\n",
+        "        seq_pos[s].insert(seq_pos[s].end(), { pos[i], i });\n"
+        "        seq_bounds[s].first = std::min(seq_bounds[s].first, i);\n"
+        "        seq_bounds[s].end = std::max(seq_bounds[s].end, i + 1);\n",
     ),
     Change(
         "src/llama-kv-cells.h",
@@ -139,6 +137,7 @@ CHANGES = (
         "// whether flag 4 queues copies\n"
         "bool llama_state_seq_queues(void) {\n    return true;\n}\n",
     ),
+    *CELL_WINDOW,
 )
 
 

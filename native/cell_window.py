@@ -1,0 +1,438 @@
+"""A step's attention looks at its own sequences' cells only: what our builds change of llama.cpp's unified cache.
+
+There every row of attention reads the cells of all sequences, up to the last one in use, and a mask hides what is not the row's
+own. Eight prompts of 8,192 tokens read 65,536 cells each, and a mask of 512 rows by 65,536 cells (64 MB) is written, sent to the
+card and read again by every layer; a step of 32 streams looked at 8.4 million cells to write its mask. With these changes the
+graph's view of keys and values starts at the first cell that the step's sequences hold and ends behind their last, and a mask is
+written from one pass over those cells.
+"""
+
+from __future__ import annotations
+
+from native.source_change import Change
+
+_CELLS = "src/llama-kv-cells.h"
+_CACHE = "src/llama-kv-cache.cpp"
+_CACHE_HEADER = "src/llama-kv-cache.h"
+_GRAPH = "src/llama-graph.cpp"
+
+# Where a sequence's cells lie. seq_pos_inc and seq_pos_dec keep it (native/changes.py, which changes them anyway).
+_BOUNDS = (
+    Change(_CELLS, "#include <bitset>\n", "#include <algorithm>\n#include <array>\n#include <bitset>\n"),
+    Change(
+        _CELLS,
+        """            seq_pos[s].clear();
+        }
+    }
+
+    void reset_shift() {
+""",
+        """            seq_pos[s].clear();
+            seq_bounds[s] = {};
+        }
+    }
+
+    void reset_shift() {
+""",
+    ),
+    Change(
+        _CELLS,
+        """    // the full set of sequences this cell is visible to
+""",
+        """    // the cells of a sequence lie in [first, end); wider than they are, it may be, until it has none
+    struct bounds {
+        uint32_t first = std::numeric_limits<uint32_t>::max();
+        uint32_t end   = 0;
+    };
+
+    const bounds & seq_bounds_get(llama_seq_id seq_id) const {
+        assert(seq_id >= 0);
+        assert(seq_id < LLAMA_MAX_SEQ);
+
+        return seq_bounds[seq_id];
+    }
+
+    // the full set of sequences this cell is visible to
+""",
+    ),
+    Change(
+        _CELLS,
+        """    std::set<std::pair<llama_pos, uint32_t>> seq_pos[LLAMA_MAX_SEQ];
+""",
+        """    std::set<std::pair<llama_pos, uint32_t>> seq_pos[LLAMA_MAX_SEQ];
+
+    std::array<bounds, LLAMA_MAX_SEQ> seq_bounds;
+""",
+    ),
+)
+
+# The view of a step. Only architectures take part whose graphs read cells through the plain mask and nothing else.
+_VIEW = (
+    Change(
+        _CACHE_HEADER,
+        """    uint32_t get_n_kv(const slot_info & sinfo) const;
+
+    // get views of the current state of the cache
+    ggml_tensor * get_k(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo) const;
+    ggml_tensor * get_v(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo) const;
+""",
+        """    uint32_t get_n_kv(const slot_info & sinfo) const;
+
+    // the first cell that the sequences of the ubatch need; shortens n_kv to what they need from there on
+    uint32_t get_first_kv(const slot_info & sinfo, const llama_ubatch & ubatch, int32_t & n_kv) const;
+
+    // get views of the current state of the cache
+    ggml_tensor * get_k(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo, uint32_t first_kv = 0) const;
+    ggml_tensor * get_v(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo, uint32_t first_kv = 0) const;
+""",
+    ),
+    Change(
+        _CACHE_HEADER,
+        """    uint32_t get_n_kv() const;
+""",
+        """    uint32_t get_n_kv() const;
+    uint32_t get_first_kv() const;
+""",
+    ),
+    Change(
+        _CACHE_HEADER,
+        """    int32_t n_kv;
+};
+""",
+        """    int32_t n_kv;
+
+    // the cell that those n_kv start at
+    uint32_t first_kv = 0;
+};
+""",
+    ),
+    Change(
+        _CACHE,
+        """ggml_tensor * llama_kv_cache::get_k(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo) const {
+""",
+        """uint32_t llama_kv_cache::get_first_kv(const slot_info & sinfo, const llama_ubatch & ubatch, int32_t & n_kv) const {
+    switch (model.arch) {
+        case LLM_ARCH_LLAMA:
+        case LLM_ARCH_QWEN2:
+        case LLM_ARCH_QWEN2MOE:
+        case LLM_ARCH_QWEN3:
+        case LLM_ARCH_QWEN3MOE:
+        case LLM_ARCH_QWEN3NEXT:
+        case LLM_ARCH_QWEN35:
+        case LLM_ARCH_QWEN35MOE:
+        case LLM_ARCH_GEMMA2:
+        case LLM_ARCH_GEMMA3:
+            break;
+        default:
+            return 0;
+    }
+    if (n_stream != 1 || sinfo.n_stream() != 1) {
+        return 0;
+    }
+
+    const auto & cells = v_cells[sinfo.strm[0]];
+
+    uint32_t first = std::numeric_limits<uint32_t>::max();
+    uint32_t end   = 0;
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        const auto & bounds = cells.seq_bounds_get(ubatch.seq_id[i][0]);
+
+        first = std::min(first, bounds.first);
+        end   = std::max(end,   bounds.end);
+    }
+    if (first >= end) {
+        return 0;
+    }
+
+    // padded as get_n_kv pads
+    const uint32_t n_pad_cur = std::max(n_pad, 256u);
+
+    first -= first % n_pad_cur;
+    end    = std::min<uint32_t>(cells.size(), GGML_PAD(end, n_pad_cur));
+    n_kv   = end - first;
+
+    return first;
+}
+
+ggml_tensor * llama_kv_cache::get_k(
+        ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo, uint32_t first_kv) const {
+""",
+    ),
+    Change(
+        _CACHE,
+        """            ggml_row_size(k->type, n_embd_k_gqa*kv_size)*sinfo.s0);
+}
+
+ggml_tensor * llama_kv_cache::get_v(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo) const {
+""",
+        """            ggml_row_size(k->type, n_embd_k_gqa*kv_size)*sinfo.s0 + ggml_row_size(k->type, n_embd_k_gqa)*first_kv);
+}
+
+ggml_tensor * llama_kv_cache::get_v(
+        ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo, uint32_t first_kv) const {
+""",
+    ),
+    Change(
+        _CACHE,
+        """                ggml_row_size(v->type, n_embd_v_gqa*kv_size)*sinfo.s0);
+    }
+""",
+        """                ggml_row_size(v->type, n_embd_v_gqa*kv_size)*sinfo.s0 + ggml_row_size(v->type, n_embd_v_gqa)*first_kv);
+    }
+""",
+    ),
+    Change(
+        _CACHE,
+        """            ggml_row_size(v->type, kv_size*n_embd_v_gqa)*sinfo.s0);
+}
+""",
+        """            ggml_row_size(v->type, kv_size*n_embd_v_gqa)*sinfo.s0 + ggml_row_size(v->type, first_kv));
+}
+""",
+    ),
+    Change(
+        _CACHE,
+        """    n_kv = kv->get_n_kv(sinfos[i_cur]);
+""",
+        """    n_kv     = kv->get_n_kv(sinfos[i_cur]);
+    first_kv = kv->get_first_kv(sinfos[i_cur], ubatches[i_cur], n_kv);
+""",
+    ),
+    Change(
+        _CACHE,
+        """uint32_t llama_kv_cache_context::get_n_kv() const {
+    return n_kv;
+}
+""",
+        """uint32_t llama_kv_cache_context::get_n_kv() const {
+    return n_kv;
+}
+
+uint32_t llama_kv_cache_context::get_first_kv() const {
+    return first_kv;
+}
+""",
+    ),
+    Change(
+        _CACHE,
+        """    return kv->get_k(ctx, il, n_kv, sinfos[i_cur]);
+""",
+        """    return kv->get_k(ctx, il, n_kv, sinfos[i_cur], first_kv);
+""",
+    ),
+    Change(
+        _CACHE,
+        """    return kv->get_v(ctx, il, n_kv, sinfos[i_cur]);
+""",
+        """    return kv->get_v(ctx, il, n_kv, sinfos[i_cur], first_kv);
+""",
+    ),
+    # The mask's tensor carries the cell that it starts at: whoever fills it reads it there, and a graph serves another step only
+    # if both start alike.
+    Change(
+        _GRAPH,
+        """    ggml_set_name(res, "attn_inp_kq_mask");
+
+    return res;
+}
+
+static bool can_reuse_kq_mask(
+        ggml_tensor * kq_mask,
+        const llama_kv_cache_context * mctx,
+        const llama_ubatch & ubatch,
+        const llama_cparams & cparams) {
+    const auto n_kv     = mctx->get_n_kv();
+    const auto n_tokens = ubatch.n_tokens;
+    const auto n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq;
+
+    bool res = true;
+
+""",
+        """    ggml_set_name(res, "attn_inp_kq_mask");
+
+    res->op_params[0] = (int32_t) mctx->get_first_kv();
+
+    return res;
+}
+
+static bool can_reuse_kq_mask(
+        ggml_tensor * kq_mask,
+        const llama_kv_cache_context * mctx,
+        const llama_ubatch & ubatch,
+        const llama_cparams & cparams) {
+    const auto n_kv     = mctx->get_n_kv();
+    const auto n_tokens = ubatch.n_tokens;
+    const auto n_stream = cparams.kv_unified ? 1 : ubatch.n_seqs_unq;
+
+    bool res = true;
+
+    res &= (kq_mask->op_params[0] == (int32_t) mctx->get_first_kv());
+""",
+    ),
+)
+
+# The mask. Neighbouring cells mostly belong to the same sequences, so which of the step's these are is asked once a stretch.
+_MASK = (
+    Change(
+        _CACHE,
+        """    int64_t n_kv;
+    int64_t n_stream;
+    int64_t n_tps;
+};
+""",
+        """    int64_t n_kv;
+    int64_t n_stream;
+    int64_t n_tps;
+
+    uint32_t first_kv;
+};
+
+// the cells of each of the stream's sequences, relative to the mask's first one
+static std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_cells_of(const args_set_input_kq_mask & args, uint32_t s) {
+    std::unordered_map<llama_seq_id, std::vector<uint32_t>> res;
+
+    const auto * ubatch = args.ubatch;
+
+    llama_kv_cells::seq_set_t wanted;
+    for (uint32_t ii = 0; ii < args.n_tps; ++ii) {
+        const llama_seq_id seq_id = ubatch->seq_id[s*args.n_tps + ii][0];
+
+        wanted.set(seq_id);
+        res[seq_id];
+    }
+
+    const auto & cells = args.v_cells.at(args.seq_to_stream[ubatch->seq_id[s*args.n_tps][0]]);
+
+    llama_kv_cells::seq_set_t last;
+    std::vector<std::vector<uint32_t> *> holders;
+
+    for (uint32_t j = 0; j < args.n_kv; ++j) {
+        const uint32_t i = args.first_kv + j;
+        if (cells.is_empty(i)) {
+            continue;
+        }
+
+        const auto held = cells.seq_get_all(i) & wanted;
+        if (held != last) {
+            last = held;
+            holders.clear();
+            if (held.any()) {
+                for (auto & [seq_id, own] : res) {
+                    if (held.test(seq_id)) {
+                        holders.push_back(&own);
+                    }
+                }
+            }
+        }
+
+        for (auto * own : holders) {
+            own->push_back(j);
+        }
+    }
+
+    return res;
+}
+""",
+    ),
+    Change(
+        _CACHE,
+        """        std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_idxs;
+
+        for (uint32_t ii = 0; ii < n_tps; ++ii) {
+""",
+        """        std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_idxs;
+
+        const auto seq_cells = alibi ? decltype(seq_idxs){} : seq_cells_of(args, s);
+
+        for (uint32_t ii = 0; ii < n_tps; ++ii) {
+""",
+    ),
+    Change(
+        _CACHE,
+        """                    idxs.reserve(ubatch->n_tokens + n_swa + 32);
+
+                    seq_srct[seq_id] = i;
+                }
+            }
+""",
+        """                    idxs.reserve(ubatch->n_tokens + n_swa + 32);
+
+                    seq_srct[seq_id] = i;
+
+                    std::fill(data + idst, data + idst + n_kv, mask_drop);
+                }
+            }
+""",
+    ),
+    Change(
+        _CACHE,
+        """                // we have an exiting mask for this sequence -> update just seq_idxs
+                if (!alibi) {
+                    if (prev) {
+                        if (jj >= idxs.size()) {
+                            break;
+                        }
+
+                        j = idxs[jj];
+                    }
+                }
+
+                if (cells.is_empty(j)) {
+                    goto skip;
+                }
+
+                // mask the token if not the same sequence
+                if (!cells.seq_has(j, seq_id)) {
+                    goto skip;
+                }
+
+                p0 = cells.pos_get(j);
+""",
+        """                // the sequence's own cells, and of an existing mask just seq_idxs
+                if (!alibi) {
+                    const auto & own = prev ? idxs : seq_cells.at(seq_id);
+                    if (jj >= own.size()) {
+                        break;
+                    }
+
+                    j = own[jj];
+                }
+
+                const uint32_t cell = args.first_kv + j;
+
+                if (cells.is_empty(cell)) {
+                    goto skip;
+                }
+
+                // mask the token if not the same sequence
+                if (!cells.seq_has(cell, seq_id)) {
+                    goto skip;
+                }
+
+                p0 = cells.pos_get(cell);
+""",
+    ),
+    Change(
+        _CACHE,
+        """                            const auto & p0_ext = cells.ext_get(j);
+""",
+        """                            const auto & p0_ext = cells.ext_get(cell);
+""",
+    ),
+    Change(
+        _CACHE,
+        """        /*.n_tps            =*/ n_tps,
+    };
+
+    if (dst->type == GGML_TYPE_F16) {
+""",
+        """        /*.n_tps            =*/ n_tps,
+        /*.first_kv         =*/ (uint32_t) dst->op_params[0],
+    };
+
+    if (dst->type == GGML_TYPE_F16) {
+""",
+    ),
+)
+
+CELL_WINDOW = _BOUNDS + _VIEW + _MASK

@@ -1,0 +1,70 @@
+"""Logits of sequences that come and go in one cache, as a process that may use another llama.cpp: `python -m … MODEL OUT`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from engines.config import EngineConfig
+from engines.runtime.llama import Batch, Llama
+
+SEQUENCES = 8
+
+
+def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """What happens: sequences and how many tokens each goes on by, or those that leave."""
+    for seq in range(SEQUENCES):
+        yield from [("feed", [(seq, 200)])] * 3
+    yield from [("feed", [(seq, 1) for seq in range(SEQUENCES)])] * 20
+    # Their places are taken by others, out of order and in pieces.
+    yield "clear", [(1, 0), (4, 0)]
+    yield from (("feed", [(seq, 300)]) for seq in (4, 1, 4))
+    yield from [("feed", [(seq, 1) for seq in range(SEQUENCES) if seq != 2])] * 10
+    yield "feed", [(2, 100)]
+    yield "feed", [(7, 64), (0, 64)]
+    yield "clear", [(seq, 0) for seq in range(4)]
+    # What is left lies at the far end.
+    yield from [("feed", [(seq, 1) for seq in range(4, SEQUENCES)])] * 10
+
+
+def logits(model: Path) -> np.ndarray:
+    """One row for each sequence of each step, shape (rows, vocabulary)."""
+    config = EngineConfig(
+        model_path=str(model),
+        model_name="m",
+        slots=SEQUENCES,
+        context_tokens=1024,
+        threads=1,
+        batch_tokens=512,
+        micro_batch_tokens=256,
+        sampling="host",
+        speculation="none",
+    )
+    llama = Llama(config, 1, lambda share: None)
+    random = np.random.default_rng(7)
+    done = dict.fromkeys(range(SEQUENCES), 0)
+    rows: list[np.ndarray] = []
+    for kind, parts in steps():
+        batch = Batch(512)
+        for seq, count in parts:
+            if kind == "clear":
+                llama.clear(seq)
+                done[seq] = 0
+            else:
+                tokens = random.integers(1, llama.vocabulary.size - 1, count)
+                batch.add(seq, done[seq], [int(token) for token in tokens], outputs=1)
+                done[seq] += count
+        if kind == "feed":
+            assert llama.decode(batch) == 0
+            llama.synchronize()
+            ends = np.cumsum([count for _, count in parts]) - 1
+            rows += [llama.logits(int(end)).copy() for end in ends]
+    llama.close()
+    return np.stack(rows)
+
+
+if __name__ == "__main__":
+    np.save(sys.argv[2], logits(Path(sys.argv[1])))

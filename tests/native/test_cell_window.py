@@ -1,0 +1,51 @@
+"""Our build of llama.cpp against the one inside the wheel: the same numbers, though it reads fewer cells."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.native_library import builds
+from tests.synthetic_gguf import write_gemma3, write_llama, write_qwen35, write_qwen35moe
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# A build is named after what it is made of, and made once.
+HOME = ROOT / "build" / "native-soak"
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    HOME.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "native.build_native", "--arch", "cpu", "--nice", "0", "--home", str(HOME)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.DEVNULL)
+    return max(builds(HOME), key=lambda build: build.library_path.stat().st_mtime).library_path
+
+
+def logits(model: Path, out: Path, **environment: str) -> np.ndarray:
+    command = [sys.executable, "-m", "tests.native.logits_of", str(model), str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, env={**os.environ, **environment})
+    rows: np.ndarray = np.load(out)
+    return rows
+
+
+@pytest.mark.parametrize("write", [write_llama, write_gemma3, write_qwen35, write_qwen35moe])
+def test_sequences_that_share_a_cache_compute_the_same(
+    tmp_path: Path, library: Path, write: Callable[[Path], None]
+) -> None:
+    write(tmp_path / "m.gguf")
+    ours = logits(tmp_path / "m.gguf", tmp_path / "ours.npy", LLAMA_CPP_LIB_PATH=str(library))
+    theirs = logits(tmp_path / "m.gguf", tmp_path / "theirs.npy")
+    assert ours.shape == theirs.shape and theirs.std() > 0.1
+    # Compilers may round otherwise; a cell too many or too few is another number altogether.
+    assert np.abs(ours - theirs).max() < 1e-3 * theirs.std()
