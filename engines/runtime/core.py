@@ -10,15 +10,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engines.config import EngineConfig, SlotView
-from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping
+from engines.errors import DecodeFailed, EngineError, EngineLoading, EngineStopping
 from engines.runtime import memory
+from engines.runtime.admission import Admission
 from engines.runtime.drawing import Drawing
 from engines.runtime.errands import ErrandQueue, Work
 from engines.runtime.generation import Generation, Piece
@@ -29,9 +29,8 @@ from engines.runtime.media_projector import Projector
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.outbox import Outbox
 from engines.runtime.planner import Row, StepPlanner
-from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.rates import Rates, StepWork
-from engines.runtime.sampler import Sampler
 from engines.runtime.slots import Slot
 from engines.runtime.speculation import Speculation
 from engines.runtime.state_codec import StateCodec, probe
@@ -41,7 +40,6 @@ log = logging.getLogger("hydra.engine.core")
 
 IDLE_WAIT_S = 1.0
 MAX_FAILED_STEPS = 3
-RETURN_CELLS = 32
 
 
 class EngineCore(threading.Thread):
@@ -150,11 +148,20 @@ class EngineCore(threading.Thread):
             self._planner.span_batch = SpanBatch(capacity, self.projector.width, self.projector.axes)
         if not cache.cuts_anywhere:
             cache.checkpoint_min_tokens = self._planner.checkpoint_min_tokens
+        self.landing = Landing(cache, self._waiting)
+        self._admission = Admission(
+            self.llama, self.config, cache, self._waiting, self.landing, self._outbox, self.metrics, self.rates
+        )
         self._drawing = Drawing(
-            self.llama, self.config, self._outbox, self.metrics, self.speculation, self._fail, self._give_up_slot
+            self.llama,
+            self.config,
+            self._outbox,
+            self.metrics,
+            self.speculation,
+            self._fail,
+            self._admission.give_up_slot,
         )
         self.codec, self.sharing_refusal = probe(cache, self.llama)
-        self.landing = Landing(cache, self._waiting)
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)
@@ -197,9 +204,9 @@ class EngineCore(threading.Thread):
 
     def step(self) -> bool:
         """Takes every runnable generation one step forward. False when there was nothing to do."""
-        self._drop_ended()
-        self._admit()
-        self._yield_cells()
+        self._admission.drop_ended()
+        self._admission.admit()
+        self._admission.yield_cells()
         rows = self._planner.plan()
         if not rows:
             return False
@@ -220,94 +227,6 @@ class EngineCore(threading.Thread):
                 self._drawing.take_tokens(row)
         if not self._computes_apart:
             self._outbox.write()
-
-    # --- admit ----------------------------------------------------------------------------------
-
-    def _drop_ended(self) -> None:
-        """Takes out whoever cancelled or ran into its deadline, waiting or running."""
-        now = time.monotonic()
-        ended = self._waiting.take_ended(now) + self.landing.take_ended(now)
-        for slot in self.cache.busy:
-            running = slot.generation
-            if running and (running.cancelled or now > running.deadline_at):
-                slot.release()
-                ended.append(running)
-        for generation in ended:
-            self._outbox.end(generation, error=None if generation.cancelled else _late(generation))
-
-    def _admit(self) -> None:
-        """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
-        if not len(self._waiting):
-            return
-        running = Counter(slot.generation.owner for slot in self.cache.slots if slot.generation)
-        for generation in self._waiting.in_order(running):
-            raw_logits = self.wants_raw_logits(generation)
-            if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self.cache.slots):
-                self.metrics.wait_steps.labels("slot").inc()
-                continue
-            # Who had to give way comes back with some room to spare, or it would have to give way again at once.
-            needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
-            source = Source()
-            if generation.reuse_prefix:
-                source = self.cache.best_source(generation.tokens, generation.spans, generation.tenant)
-            needed = min(needed, self.config.context_tokens) - self.cache.shared_with_running(source)
-            if self.cache.promised_cells() + needed > self.config.cells:
-                # Nobody overtakes here, or a long prompt would never find the cache empty enough.
-                self.metrics.wait_steps.labels("cells").inc()
-                return
-            led = self.cache.leader(generation, source.length) or self.landing.leads(generation, source.length)
-            if generation.reuse_prefix and led:
-                self.metrics.wait_steps.labels("prefix").inc()
-                continue
-            slot = self.cache.best_slot(source, raw_logits=raw_logits)
-            if slot is not None and not self.landing.takes(generation, slot, source):
-                self._start(generation, slot, source)
-
-    def wants_raw_logits(self, generation: Generation) -> bool:
-        """Which kind of slot it needs."""
-        return not self.config.samples_on_device or generation.needs_raw_logits(self.config.device_candidates)
-
-    def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
-        self._waiting.remove(generation)
-        generation.cuts = [cut for cut in generation.cuts if cut >= self.cache.checkpoint_min_tokens]
-        try:
-            self.cache.prepare(slot, source)
-        except Exception:
-            # It stands in no line and no slot now, so nobody else would end it.
-            log.exception("a prefix could not be brought into its slot")
-            slot.sequence.clear()
-            self._outbox.end(generation, error=DecodeFailed("The engine could not bring the prompt's prefix back."))
-            return
-        slot.begin(generation)
-        if generation.started_at is None:
-            generation.started_at = time.monotonic()
-            generation.prompts_before_s = self.rates.prompts_s
-            self.metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
-        if generation.sampler is None:
-            generation.sampler = Sampler(generation.params, self.loaded, generation.constraint)
-            generation.sampler.see_prompt(generation.seen_by_penalties)
-            generation.sampler.skip(generation.draws)
-
-    def _yield_cells(self) -> None:
-        """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
-        while not self.cache.make_room(sum(slot.decoding for slot in self.cache.busy)):
-            busy = [(slot.generation.queued_at, slot) for slot in self.cache.busy if slot.generation]
-            self._preempt(max(busy, key=lambda entry: entry[0])[1])
-
-    def _preempt(self, slot: Slot) -> None:
-        """Puts a running generation back to the head of the line. Its tokens are the truth, so its text goes on unbroken."""
-        assert slot.generation is not None
-        slot.generation.preemptions += 1
-        self.metrics.preemptions.inc()
-        self._give_up_slot(slot)
-        slot.sequence.clear()
-
-    def _give_up_slot(self, slot: Slot) -> None:
-        """The generation waits for another slot; what was computed of it can be reused."""
-        generation = slot.generation
-        assert generation is not None
-        slot.release()
-        self._waiting.put_back(generation)
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -391,6 +310,10 @@ class EngineCore(threading.Thread):
         self._outbox.write()
         self._outbox.send()
 
+    def wants_raw_logits(self, generation: Generation) -> bool:
+        """Which kind of slot it needs."""
+        return self._admission.wants_raw_logits(generation)
+
     def stands_in_line(self, generation: Generation) -> bool:
         """Whether it waits for a slot, or for its prefix to come in."""
         return generation in self._waiting or generation in self.landing
@@ -440,8 +363,3 @@ class EngineCore(threading.Thread):
     @property
     def planner(self) -> StepPlanner:
         return self._planner
-
-
-def _late(generation: Generation) -> DeadlineExceeded:
-    what = "waited" if generation.started_at is None else "ran"
-    return DeadlineExceeded(f"The request {what} until its deadline.", hint="Ask for fewer tokens, or add engines.")
