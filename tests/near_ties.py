@@ -12,7 +12,7 @@ from typing import Any
 
 # What a request asks for beside greedy decoding.
 WITH_LOGPROBS = {"logprobs": True, "top_logprobs": 5}
-ROUNDING_NATS = 0.01
+ROUNDING_NATS = 0.02
 
 
 def logprobs_of(answer: dict[str, Any]) -> list[dict[str, Any]]:

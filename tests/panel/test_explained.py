@@ -55,3 +55,12 @@ def test_nothing_could_be_chosen() -> None:
 
 def test_a_bar_without_any_length_is_no_error() -> None:
     assert [part.width for part in bar([("queue", 0.0)], 0.0)] == ["0.00%"]
+
+
+def test_what_came_stands_under_the_names_of_what_was_expected() -> None:
+    solo = a_candidate("solo", 4.0, queue_s=1.0, prefill_s=3.0)
+    came = {"fixed_s": 0.5, "decode_s": 1.0, "queue_s": 1.5, "restore_s": 0.0, "prefill_s": 2.0}
+    entry = explained(a_turn({"chosen": solo, "candidates": [solo], "refusals": [], "came": came}, duration_s=5.0))
+    assert [(part.name, part.seconds) for part in entry.happened] == [
+        ("queue", 1.5), ("fixed", 0.5), ("prefill", 2.0), ("decode", 1.0),
+    ]  # fmt: skip

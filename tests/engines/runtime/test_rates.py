@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from engines.rates_view import EngineRates
+from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.rates import PrefillRate, Rates, StepRate, StepWork, pairs_of
+from engines.runtime.sampler import SamplingParams
 from tests.engine_process import EngineProcess
 from tests.synthetic_gguf import SyntheticModel
 
@@ -31,6 +33,44 @@ def test_chunks_that_all_begin_alike_give_one_term() -> None:
     for _ in range(400):
         rate.note(256, pairs_of(0, 256), 0.256)
     assert rate.seconds(256, pairs_of(0, 256)) == pytest.approx(0.256, rel=0.05)
+
+
+def test_others_tokens_in_the_cache_are_a_term_of_their_own() -> None:
+    rate = PrefillRate(0.005)
+    for turn in range(600):
+        start, count, others = (turn * 700) % 8_000, 128 + 64 * (turn % 5), (turn * 1_301) % 9_000
+        pairs, beside = pairs_of(start, count), float(count) * others
+        rate.note(count, pairs, 1e-3 * count + 1e-8 * pairs + 5e-8 * beside, beside)
+    assert rate.seconds(256, pairs_of(1000, 256), 256.0 * 6000) == pytest.approx(
+        0.256 + 1e-8 * pairs_of(1000, 256) + 5e-8 * 256 * 6000, rel=0.02
+    )
+    assert rate.beside_s == pytest.approx(5e-8, rel=0.1)
+
+
+def test_a_step_tells_own_tokens_from_others() -> None:
+    rate = StepRate()
+    for turn in range(600):
+        own, others = (turn * 331) % 2_000, (turn * 977) % 9_000
+        rate.note(1, own + others, 0.001 + 1e-6 * own + 4e-8 * (own + others), own)
+    assert rate.own_token_s == pytest.approx(1e-6, rel=0.1)
+    told_s = rate.steps()[0][1] + rate.resident_token_s * 5_000 + rate.own_token_s * 500
+    assert told_s == pytest.approx(0.001 + 0.0005 + 0.0002, rel=0.15)
+
+
+def test_a_step_is_each_prompts_own_by_its_tokens_and_the_rest_it_has_waited_for() -> None:
+    rates = Rates(0.001, 0.01)
+    one, other = a_generation("one"), a_generation("other")
+    rates.stepped(StepWork(100, 0.0, 0, 0, ((other, 100),)), 100, 0.0, 1.0)
+    one.prompts_before_s = rates.prompts_s
+    rates.stepped(StepWork(400, 0.0, 0, 0, ((one, 100), (other, 300))), 500, 0.0, 4.0)
+    rates.stepped(StepWork(100, 0.0, 0, 0, ((other, 100),)), 600, 0.0, 1.0)
+    rates.stepped(StepWork(100, 0.0, 0, 0, ((one, 100),)), 700, 0.0, 1.0)
+    assert (one.computed_s, one.prompt_wait_s) == (2.0, 4.0)
+    assert (other.computed_s, other.prompt_wait_s) == (5.0, 1.0)
+
+
+def a_generation(request_id: str) -> Generation:
+    return Generation(request_id, [1, 2], SamplingParams(), (), 1, Mailbox(), deadline_at=float("inf"))
 
 
 def test_steps_are_told_by_streams_without_what_lies_in_the_cache() -> None:
