@@ -88,6 +88,8 @@ def continued(engine: EngineProcess, path: str, body: dict[str, Any], journal: s
 def timeless(events: list[str]) -> list[str]:
     """Events without what a clock says, and how much of a prompt was at hand."""
     numbers = r'"(\w+_ms|\w+_per_second|completed_at|cache_n|prompt_n|cached_tokens|draft_\w+)": ?[\d.a-z]+'
+    # Said only where there was some of it.
+    events = [re.sub(r', ?"(restore|prompt_wait)_ms": ?[\d.]+', "", event) for event in events]
     # Another batch's sums differ in their last digits.
     return [re.sub(r"(-\d+\.\d{3})\d+(e-\d+)?", r"\1", re.sub(numbers, r'"\1":0', event)) for event in events]
 
