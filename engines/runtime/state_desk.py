@@ -34,12 +34,13 @@ from engines.errors import (
 from engines.runtime import state_transfer
 from engines.runtime.arena import FOLDER, Arena, ArenaFull
 from engines.runtime.core import EngineCore
-from engines.runtime.fingerprint import Fingerprint, fingerprint_of, model_sha256
+from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import LEAST_QUEUED_PIECES, Dock, to_its_end
 from engines.runtime.state_export import ExportedState, StateMeta, planned, total_bytes
 from engines.runtime.state_forms import FORMS, ChunkReader, form_of, read_stream_head
+from engines.runtime.state_identity import NO_DIGEST, StateIdentity
 from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces, received, with_patience
 from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_metrics import StateMetrics
@@ -49,7 +50,6 @@ from engines.runtime.state_snapshot import Manifest
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import SlotLook
 from engines.runtime.state_whole import WholeState, read_v2
-from pools.errors import ModelFileUnreadable, PoolError
 
 __all__ = ["FORMS", "ExportedState", "RestoreTerms", "RestoredState", "StateDesk", "StateMeta"]
 
@@ -58,8 +58,9 @@ log = logging.getLogger("hydra.engine.state")
 THREADS = 2
 # Threads that prove pieces: one more than there are cores beside the core's thread would only take turns with it.
 MOST_PROVERS = 4
+# With fewer the core's thread and the event loop have one each, which often are one core's two halves.
+LEAST_PROVING_CORES = 3
 ARENA_BYTES = 64 << 20
-_ZERO_DIGEST = "0" * 64
 
 
 @dataclass(frozen=True)
@@ -95,24 +96,22 @@ class StateDesk:
         self._least_arena_bytes = least_arena_bytes
         self._config: EngineConfig = core.config
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="state")
-        provers = min(MOST_PROVERS, max(1, len(os.sched_getaffinity(0)) - 1))
+        cores = len(os.sched_getaffinity(0))
+        provers = min(MOST_PROVERS, max(1, cores - 1))
+        self._proves_apart = cores >= LEAST_PROVING_CORES
         self._provers = ThreadPoolExecutor(provers, thread_name_prefix="state-proof")
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
         self._arena: Arena | None = None
         self._arena_lock = asyncio.Lock()
-        self._model_sha256 = ""
-        self._fingerprints: dict[str, Fingerprint] = {}
-        self._hashing: asyncio.Task[str] | None = None
-        self._closed = False
+        self._identity = StateIdentity(core)
 
     def begin(self) -> None:
         """Starts to read the model's file for its digest, which takes a while the first time; `export` waits for it."""
-        if self._hashing is None or (self._hashing.done() and not self._model_sha256):
-            self._hashing = asyncio.ensure_future(self._hash_model())
+        self._identity.begin()
 
     def close(self) -> None:
         """Calling it twice is harmless."""
-        self._closed = True
+        self._identity.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._provers.shutdown(wait=False, cancel_futures=True)
         if self._arena is not None:
@@ -121,12 +120,12 @@ class StateDesk:
     async def terms(self) -> SharingTerms:
         """What pieces are made by here; waits for the model's digest. Raises StateSharingOff, EngineLoading, EngineStopping."""
         codec = self._codec()
-        await self._require_model()
-        fingerprint, tokens = (
-            self._fingerprint(self._model_sha256, codec.layout).text,
-            kept_block_tokens(self._config, codec.layout),
+        await self._identity.known()
+        identity, tokens = self._identity, kept_block_tokens(self._config, codec.layout)
+        fingerprint = identity.fingerprint(codec.layout, identity.model_sha256).text
+        return SharingTerms(
+            await self._dock(codec), fingerprint, self._config.model_name, identity.model_sha256, tokens
         )
-        return SharingTerms(await self._dock(codec), fingerprint, self._config.model_name, self._model_sha256, tokens)
 
     async def meta(self, slot_id: int, form: str = "stream") -> StateMeta:
         """Raises InvalidRequest for an unknown form, SlotNotFound, StateSharingOff, EngineLoading."""
@@ -139,7 +138,7 @@ class StateDesk:
         """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). Raises as `meta`, and SlotBusy
         and SlotEmpty."""
         codec = self._codec(form)
-        await self._require_model()
+        await self._identity.known()
         dock = await self._dock(codec)
         departure = await dock.take(
             lambda cache: state_transfer.depart(cache, codec, slot_id), lambda taken: lambda cache: taken.end()
@@ -174,7 +173,7 @@ class StateDesk:
 
     async def _restored(self, slot_id: int, terms: RestoreTerms, chunks: AsyncIterable[bytes]) -> RestoredState:
         codec = self._codec()
-        await self._require_model()
+        await self._identity.known()
         dock = await self._dock(codec)
         reader = ChunkReader(with_patience(chunks))
         begun = await reader.read(4)
@@ -204,7 +203,7 @@ class StateDesk:
         Raises as `restore`.
         """
         codec = self._codec()
-        await self._require_model()
+        await self._identity.known()
 
         async def complete() -> None:
             """Nothing follows the pieces."""
@@ -262,9 +261,9 @@ class StateDesk:
         block_tokens = block_tokens or moved_block_tokens(self._config, layout, len(look.tokens))
         ours, drafts = form == "stream", self._codec().drafts if form == "stream" else None
         pieces = planned(look, layout, block_tokens, checkpoints=ours, drafts=drafts) if look.tokens else ()
-        # Before the file was read a digest of the same length stands in, so that the size is right already.
-        digest = self._model_sha256 or _ZERO_DIGEST
-        fingerprint = self._fingerprint(digest, layout).text
+        sha256 = self._identity.model_sha256
+        digest = sha256 or NO_DIGEST
+        fingerprint = self._identity.fingerprint(layout, digest).text
         manifest = Manifest(fingerprint, self._config.model_name, digest, tuple(look.tokens), pieces)
         meta = StateMeta(
             slot_id=slot_id,
@@ -274,26 +273,15 @@ class StateDesk:
             is_transferring=bool(look.operation),
             operation=look.operation,
             model_name=self._config.model_name,
-            model_sha256=self._model_sha256,
-            fingerprint=fingerprint if self._model_sha256 else "",
+            model_sha256=sha256,
+            fingerprint=fingerprint if sha256 else "",
             form=form,
         )
         return meta, manifest
 
     def known_fingerprint(self) -> str:
         """What engines must share to share state, as a digest; "" while the file is being read, or where none is shared."""
-        codec = self._core.codec
-        if codec is None:
-            return ""
-        self.begin()
-        return self._fingerprint(self._model_sha256, codec.layout).digest if self._model_sha256 else ""
-
-    def _fingerprint(self, sha256: str, layout: StateLayout) -> Fingerprint:
-        """Made once for a digest: a large vocabulary takes a tenth of a second."""
-        if sha256 not in self._fingerprints:
-            assert self._core.llama is not None
-            self._fingerprints[sha256] = fingerprint_of(self._config, self._core.llama, layout, sha256)
-        return self._fingerprints[sha256]
+        return self._identity.digest()
 
     def _manifest_of(self, whole: WholeState, fingerprint: str | None) -> Manifest:
         """The manifest that a foreign form lacks. Raises StateIncompatible without the sender's fingerprint."""
@@ -325,7 +313,7 @@ class StateDesk:
 
     def _require_fit(self, manifest: Manifest, layout: StateLayout, arena: Arena) -> tuple[str, NDArray[np.int32]]:
         """Checks all that a manifest says. Returns how the models match, and the tokens; raises a StateError."""
-        here = self._fingerprint(self._model_sha256, layout)
+        here = self._identity.fingerprint(layout, self._identity.model_sha256)
         here.require(Fingerprint.parse(manifest.fingerprint))
         assert self._core.llama is not None
         tokens = manifest.tokens
@@ -343,7 +331,7 @@ class StateDesk:
         largest = max(piece.size_bytes for piece in manifest.pieces)
         if largest > arena.size_bytes:
             raise StateTooLarge(f"The state has a piece of {largest} bytes; here one may have {arena.size_bytes}.")
-        return ("exact" if manifest.model_sha256 == self._model_sha256 else "family"), every[: len(tokens)]
+        return ("exact" if manifest.model_sha256 == self._identity.model_sha256 else "family"), every[: len(tokens)]
 
     # --- means ----------------------------------------------------------------------------------
 
@@ -366,7 +354,7 @@ class StateDesk:
                 self._arena = await to_its_end(
                     asyncio.get_running_loop().run_in_executor(self._threads, self._make_arena)
                 )
-        return Dock(self._core, codec, self._arena, self._threads, self._provers)
+        return Dock(self._core, codec, self._arena, self._threads, self._provers, proves_apart=self._proves_apart)
 
     def _make_arena(self) -> Arena:
         codec = self._codec()
@@ -383,26 +371,3 @@ class StateDesk:
     def _largest_part_bytes(self, layout: StateLayout) -> int:
         assert self._core.llama is not None
         return layout.part_bytes(min(self._core.llama.window_tokens, self._config.context_tokens))
-
-    async def _require_model(self) -> None:
-        """Waits until the model's file was read. Raises StateSharingOff when it cannot be."""
-        if not self._model_sha256:
-            self.begin()
-            assert self._hashing is not None
-            await asyncio.wait((self._hashing,))
-        if not self._model_sha256:
-            raise StateSharingOff("The model's file could not be read for its digest.")
-
-    async def _hash_model(self) -> str:
-        try:
-            sha256 = await asyncio.to_thread(model_sha256, self._config, self._go_on)
-            await asyncio.to_thread(self._fingerprint, sha256, self._codec().layout)
-            self._model_sha256 = sha256
-        except PoolError as error:
-            log.error("this engine will not share state: %s", error)
-        return self._model_sha256
-
-    def _go_on(self, _done_bytes: int, _all_bytes: int) -> None:
-        """Ends the reading of a large file when the engine stops."""
-        if self._closed:
-            raise ModelFileUnreadable("the engine stops")

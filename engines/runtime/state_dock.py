@@ -25,6 +25,8 @@ Work = Callable[[PrefixCache], Generator[None, None, T]]
 # while the core's thread is at the next piece already, has more.
 WINDOW_BYTES = 12 << 20
 LEAST_PIECES, LEAST_QUEUED_PIECES = 3, 6
+# Jobs that the core's thread still has when it tells which ones are done.
+LEAST_AHEAD = 2
 # While nothing decodes, a slice has as many pieces as come into this time: whoever asks for a token then waits no longer.
 IDLE_SLICE_S = 0.003
 
@@ -37,20 +39,26 @@ class Dock:
         arena: Arena,
         threads: ThreadPoolExecutor,
         provers: ThreadPoolExecutor,
+        *,
+        proves_apart: bool = True,
     ) -> None:
+        """`proves_apart` False: a checksum is made by the core's thread, beside which there is no core to spare for it."""
         self.codec = codec
         self.arena = arena
         self._core = core
         self._threads = threads
         self._provers = provers
+        self._proves_apart = proves_apart
 
     def lane(self) -> Lane:
-        return Lane(self._core, self.codec, self._provers)
+        return Lane(self._core, self.codec, self._provers, proves_apart=self._proves_apart)
 
-    def has_room(self, under_way: Iterable[int], size_bytes: int) -> bool:
+    def has_room(self, under_way: Iterable[int], size_bytes: int, *, coming_in: bool = False) -> bool:
         """Whether a transfer may have one more piece of `size_bytes` under way beside pieces of these sizes."""
         sizes = list(under_way)
-        least = LEAST_QUEUED_PIECES if self.codec.queues else LEAST_PIECES
+        # What waits to be proved by the core's thread need not be in any cache yet.
+        many = self.codec.queues or (coming_in and not self._proves_apart)
+        least = LEAST_QUEUED_PIECES if many else LEAST_PIECES
         return len(sizes) < least or sum(sizes) + size_bytes <= WINDOW_BYTES
 
     async def perform(self, work: Work[T]) -> T:
@@ -77,14 +85,19 @@ class Lane:
 
     An errand per job would leave the core idle for the way to the event loop and back after each. What a job needs before it
     (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along. Where the codec
-    queues, a job counts as done once the next one is, or when none follows at once.
+    queues, a job counts as done once the next one is, or when none follows at once. Where nothing is proved apart, what a quick
+    job needs is done by the core's thread itself: its bytes are then in the caches of the core that copies them.
     """
 
-    def __init__(self, core: EngineCore, codec: StateCodec, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, core: EngineCore, codec: StateCodec, threads: ThreadPoolExecutor, *, proves_apart: bool = True
+    ) -> None:
         self._core = core
         self._codec = codec
         self._threads = threads
+        self._proves_apart = proves_apart
         self._queued: tuple[_Job, Any] | None = None
+        self._untold: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
         self._runner: asyncio.Task[None] | None = None
@@ -96,14 +109,17 @@ class Lane:
         *,
         first: Callable[[], object] | None = None,
         then: Callable[[Any], Any] | None = None,
+        quick: bool = False,
     ) -> asyncio.Future[Any]:
-        """The future of what `then`, given the job's result, gives; of the job's result without it.
+        """The future of what `then`, given the job's result, gives; of the job's result without it. `quick`: both go through the
+        job's bytes about as fast as memory gives them.
 
         Whoever gave the job memory must wait for the future (`to_its_end`), also when cancelled.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
-        ready = self._threads.submit(first) if first else None
-        self._jobs.append(_Job(job, future, ready, then))
+        at_once = quick and not self._proves_apart
+        ready = self._threads.submit(first) if first and not at_once else None
+        self._jobs.append(_Job(job, future, ready, first if at_once else None, then, at_once))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.ensure_future(self._run())
         return future
@@ -121,6 +137,7 @@ class Lane:
             except EngineError as error:  # the core has ended; what it did not take will not be done
                 while self._jobs:
                     self._settle(self._jobs.popleft(), None, error)
+                self._tell()
 
     def _work(self, cache: PrefixCache) -> Generator[None, None, None]:
         began_at = time.monotonic()
@@ -130,11 +147,15 @@ class Lane:
                 busy = bool(cache.busy)
                 if busy:
                     self._settle_queued()
+                if self._proves_apart or len(self._jobs) < LEAST_AHEAD:
+                    self._tell()
                 if busy or time.monotonic() - began_at > IDLE_SLICE_S:
+                    self._tell()
                     yield
                     began_at = time.monotonic()
         finally:
             self._settle_queued()
+            self._tell()
 
     def _advance(self, job: _Job, cache: PrefixCache) -> None:
         try:
@@ -142,6 +163,8 @@ class Lane:
                 raise self._failure
             if job.ready is not None:
                 job.ready.result()
+            if job.first is not None:
+                job.first()
             result = job.work(cache)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - whoever waits for the job gets it
             self._settle_queued()
@@ -164,18 +187,30 @@ class Lane:
         if job.then is None:
             self._settle(job, result, None)
             return
+        if job.at_once:
+            try:
+                self._settle(job, job.then(result), None)
+            except Exception as error:  # noqa: BLE001 - whoever waits for the job gets it
+                self._settle(job, None, error)
+            return
         try:
             self._threads.submit(job.then, result).add_done_callback(partial(self._after, job))
         except RuntimeError:  # the threads were ended
             self._settle(job, None, CancelledError())
 
     def _after(self, job: _Job, done: Future[Any]) -> None:
+        """On the thread that did it."""
         error = CancelledError() if done.cancelled() else done.exception()
-        self._settle(job, None if error else done.result(), error)
+        self._loop.call_soon_threadsafe(_settle, job.future, None if error else done.result(), error)
 
     def _settle(self, job: _Job, result: Any, error: BaseException | None) -> None:
-        """On any thread."""
-        self._loop.call_soon_threadsafe(_settle, job.future, result, error)
+        self._untold.append((job.future, result, error))
+
+    def _tell(self) -> None:
+        """The event loop hears of several jobs at once where there is no core for it either: waking it is not free."""
+        if self._untold:
+            told, self._untold = self._untold, []
+            self._loop.call_soon_threadsafe(_settle_all, told)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,11 +218,18 @@ class _Job:
     work: Callable[[PrefixCache], Any]
     future: asyncio.Future[Any]
     ready: Future[object] | None
+    first: Callable[[], object] | None
     then: Callable[[Any], Any] | None
+    at_once: bool
 
     @property
     def is_ready(self) -> bool:
         return self.ready is None or self.ready.done()
+
+
+def _settle_all(told: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
+    for future, result, error in told:
+        _settle(future, result, error)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

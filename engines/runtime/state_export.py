@@ -15,7 +15,7 @@ from engines.errors import EngineError
 from engines.runtime.arena import Arena, Buffer
 from engines.runtime.state_dock import Dock, Lane, to_its_end
 from engines.runtime.state_draft import DraftCodec, DraftLook
-from engines.runtime.state_forms import DIGEST_BYTES, Proof, digest_of, stream_head
+from engines.runtime.state_forms import DIGEST_BYTES, Proof, digest_of, is_quick, stream_head
 from engines.runtime.state_layout import Bytes, StateLayout
 from engines.runtime.state_metrics import StateMetrics
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
@@ -172,6 +172,7 @@ class ExportedState:
         coming = lane.submit(
             lambda cache: departure.take(codec, piece, buffer.data),
             then=partial(departure.finished, codec, piece, prove),
+            quick=is_quick(prove),
         )
         self._under_way.append((piece, buffer, coming))
         return True

@@ -70,13 +70,15 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
         for piece in pieces:
             while under_way and (
                 under_way[0][1].done()
-                or not dock.has_room((other.size_bytes for other, _ in under_way), piece.size_bytes)
+                or not dock.has_room((other.size_bytes for other, _ in under_way), piece.size_bytes, coming_in=True)
             ):
                 await to_its_end(under_way[0][1])
                 under_way.popleft()
             delivery = await source.deliver(piece)
             entering = lane.submit(
-                partial(_enter, dock, arrival, delivery), first=partial(_check, dock, arrival, delivery)
+                partial(_enter, dock, arrival, delivery),
+                first=partial(_check, dock, arrival, delivery),
+                quick=delivery.is_quick,
             )
             entering.add_done_callback(partial(_free, delivery))
             under_way.append((piece, entering))

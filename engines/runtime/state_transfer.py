@@ -32,7 +32,7 @@ from engines.runtime.prefix import Checkpoint, PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_draft import DraftLook
-from engines.runtime.state_forms import Proof, digest_of
+from engines.runtime.state_forms import Proof, digest_of, is_quick
 from engines.runtime.state_layout import Bytes, Tokens
 from engines.runtime.state_snapshot import StatePiece
 
@@ -66,6 +66,10 @@ class Delivery:
     free: Callable[[], None]
     proof: bytes | None = None
     prove: Proof = digest_of
+
+    @property
+    def is_quick(self) -> bool:
+        return self.proof is None or is_quick(self.prove)
 
     def check(self) -> None:
         """Raises StateInvalid for bytes with another digest."""

@@ -1,0 +1,143 @@
+"""Where a transfer's work is done: proofs by threads of their own, or by the core's thread where no core is to spare."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines.errors import StateInvalid
+from engines.runtime.state_desk import StateDesk
+from engines.runtime.state_dock import Dock
+from engines.runtime.state_forms import checksum_of, digest_of
+from engines.runtime.state_layout import Bytes
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_transfer import Delivery
+from tests.engines.runtime.test_core import prompt_of, run
+from tests.engines.runtime.test_state_desk import desk_of
+from tests.synthetic_gguf import SyntheticModel
+
+
+class Laid:
+    """Pieces that lie in memory already, as another process of the host lays them out."""
+
+    def __init__(self, found: list[tuple[Bytes, bytes]]) -> None:
+        self._found = iter(found)
+        self.freed = self.given = 0
+
+    async def deliver(self, piece: StatePiece) -> Delivery:
+        self.given += 1
+        return Delivery(piece, *self._next(), checksum_of)
+
+    def _next(self) -> tuple[Bytes, Callable[[], None], bytes]:
+        data, proof = next(self._found)
+        return data, self._free, proof
+
+    def _free(self) -> None:
+        self.freed += 1
+
+
+async def laid_out(desk: StateDesk) -> tuple[Manifest, list[tuple[Bytes, bytes]]]:
+    found = []
+    async with await desk.export(0) as state:
+        async for exported in state.pieces(checksum_of):
+            with exported.buffer:
+                found.append((exported.data.copy(), exported.proof))
+        return state.manifest, found
+
+
+@pytest.mark.parametrize("proves_apart", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_pieces_with_checksums_come_in_as_they_left_and_a_bad_one_leaves_nothing(
+    tiny_model: Callable[..., SyntheticModel], architecture: str, *, proves_apart: bool
+) -> None:
+    model = tiny_model(architecture)
+    async with desk_of(model) as (core, desk):
+        desk._proves_apart = proves_apart
+        await run(core, prompt_of(model, 400), 5)
+        manifest, found = await laid_out(desk)
+        assert all(proof == checksum_of(data.data) for data, proof in found)
+        for bad in (0, len(found) // 2, len(found) - 1):
+            damaged = [(data.copy(), proof) for data, proof in found]
+            damaged[bad][0][-1] ^= 1
+            source = Laid(damaged)
+            with pytest.raises(StateInvalid, match="damaged"):
+                await desk.enter(1, manifest, source)
+            assert source.freed == source.given
+            assert (await desk.meta(1)).n_past == 0
+        source = Laid(found)
+        assert (await desk.enter(1, manifest, source)).n_past == len(manifest.tokens)
+        assert source.freed == source.given == len(found)
+        # The sequence ids inside say where it lay, and are forgotten on both ways out.
+        async with await desk.export(1) as state:
+            again = [digest_of(exported.data.data) async for exported in freed(state.pieces(checksum_of))]
+        shared = [piece.kind in ("block", "part") for piece in manifest.pieces]
+        assert again[: sum(shared)] == [
+            digest_of(data.data) for (data, _), ours in zip(found, shared, strict=True) if ours
+        ]
+
+
+async def freed(pieces: Any) -> Any:
+    async for exported in pieces:
+        yield exported
+        exported.buffer.free()
+
+
+@pytest.mark.parametrize(("proves_apart", "quick"), [(True, True), (False, False), (False, True)])
+async def test_what_a_job_needs_is_done_in_order_and_a_failure_takes_along_what_follows(
+    tiny_model: Callable[..., SyntheticModel], *, proves_apart: bool, quick: bool
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model) as (core, desk):
+        desk._proves_apart = proves_apart
+        dock: Dock = (await desk.terms()).dock
+        cores_thread = await core.perform(_thread_name)
+        lane, seen = dock.lane(), list[tuple[str, int, str]]()
+
+        def noted(what: str, number: int, value: Any = None) -> Any:
+            seen.append((what, number, threading.current_thread().name))
+            return value
+
+        def submitted(number: int) -> asyncio.Future[Any]:
+            return lane.submit(
+                lambda cache: noted("work", number, number),
+                first=lambda: noted("first", number),
+                then=lambda result: noted("then", number, 10 * result),
+                quick=quick,
+            )
+
+        assert await asyncio.gather(*(submitted(number) for number in range(20))) == [10 * n for n in range(20)]
+        assert [number for what, number, _ in seen if what == "work"] == list(range(20))
+        beside = {name for what, _, name in seen if what != "work"}
+        assert (beside == {cores_thread}) == (quick and not proves_apart)
+        assert {name for what, _, name in seen if what == "work"} == {cores_thread}
+
+        good = submitted(20)
+        bad = lane.submit(lambda cache: noted("work", 21), first=lambda: 1 // 0, quick=quick)
+        behind = submitted(22)
+        results = await asyncio.gather(good, bad, behind, return_exceptions=True)
+        assert results[0] == 200
+        assert isinstance(results[1], ZeroDivisionError)
+        assert results[2] is results[1]
+        assert not [number for what, number, _ in seen if what == "work" and number > 20]
+
+
+def _thread_name(_cache: object) -> Any:
+    yield from ()
+    return threading.current_thread().name
+
+
+@pytest.mark.parametrize("quick", [True, False])
+async def test_a_proof_that_fails_behind_a_job_is_raised_to_whoever_waits_for_it(
+    tiny_model: Callable[..., SyntheticModel], *, quick: bool
+) -> None:
+    async with desk_of(tiny_model("llama")) as (_, desk):
+        desk._proves_apart = False
+        lane = (await desk.terms()).dock.lane()
+        with pytest.raises(ZeroDivisionError):
+            await lane.submit(lambda cache: 0, then=lambda result: 1 // result, quick=quick)
+        assert np.array_equal(await lane.submit(lambda cache: np.arange(3), quick=quick), [0, 1, 2])
