@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HOME = ROOT / "build" / "native-soak"
 pytestmark = [
     pytest.mark.soak,
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed"),
 ]
 
