@@ -25,8 +25,9 @@ from tests.synthetic_gguf import SyntheticModel
 pytestmark = pytest.mark.django_db(transaction=True)
 PATIENCE_S = 120.0
 PASSES, WARM_PASSES = 8, 4
-# Of 200 requests a pass: less than what one of them says on its way, thirty times.
-GROWTH_BYTES = 1_000_000
+# Of 200 requests a pass. A site that kept what it says of each would take several times as much; an engine's allocator comes to
+# its plateau in leaps, and one that kept the requests' states would take twenty times as much.
+SITE_GROWTH_BYTES, ENGINE_GROWTH_BYTES = 1_000_000, 4_000_000
 
 
 @dataclass
@@ -168,4 +169,5 @@ async def test_a_crowd_of_two_hundred_over_two_replicas_loses_nothing_and_takes_
     taken = await crowd_of(replicas, 200, PASSES)
     # The first passes fill caches, which are bounded.
     for name, before in taken[WARM_PASSES - 1].items():
-        assert taken[-1][name] - before <= GROWTH_BYTES * (PASSES - WARM_PASSES), name
+        most_bytes = SITE_GROWTH_BYTES if name.startswith("site") else ENGINE_GROWTH_BYTES
+        assert taken[-1][name] - before <= most_bytes * (PASSES - WARM_PASSES), name
