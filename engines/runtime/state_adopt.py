@@ -29,7 +29,7 @@ from engines.runtime.state_transfer import Arrival, Delivery, arrive
 from engines.wire_handoff import PrefixMark
 
 # Pieces that are on their way in while the next one is asked for.
-UNENTERED = 1
+UNENTERED = 2
 
 
 class Adopting:
@@ -86,7 +86,7 @@ class Adopting:
         def enter(cache: PrefixCache) -> None:
             arrival.enter(cache, codec, delivery.piece, delivery.data)
 
-        entering = self._lane.submit(enter, first=check)
+        entering = self._lane.submit(enter, first=check, quick=delivery.is_quick)
         entering.add_done_callback(lambda _: delivery.free())
         self._entering.append(entering)
         self._pieces.append(delivery.piece)

@@ -23,7 +23,7 @@ from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import Lane, to_its_end
 from engines.runtime.state_export import ExportedPiece, planned
-from engines.runtime.state_forms import Proof, checksum_of
+from engines.runtime.state_forms import Proof, checksum_of, is_quick
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import Manifest, StatePiece, captured, ended_choices
 from engines.runtime.state_terms import SharingTerms
@@ -123,6 +123,7 @@ class Leaving:
         future = lane.submit(
             lambda cache: self._take(cache, codec, piece, buffer.data),
             then=lambda taken: self._finished(codec, piece, prove, taken),
+            quick=is_quick(prove),
         )
         return _Coming(piece, buffer, future)
 
