@@ -58,8 +58,8 @@ log = logging.getLogger("hydra.engine.state")
 THREADS = 2
 # Threads that prove pieces: one more than there are cores beside the core's thread would only take turns with it.
 MOST_PROVERS = 4
-# With fewer the core's thread and the event loop have one each, which often are one core's two halves.
-LEAST_PROVING_CORES = 3
+# With one core a thread of its own would only take turns with the core's.
+LEAST_PROVING_CORES = 2
 ARENA_BYTES = 64 << 20
 
 
