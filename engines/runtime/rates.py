@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engines.runtime.generation import Generation
 from engines.runtime.planner import Row
@@ -125,9 +124,10 @@ class StepRate:
 
     def __init__(self) -> None:
         # By streams: mean seconds, tokens and own tokens of a step; beside them products of how far steps are off these means.
-        self._means: dict[int, NDArray[np.float64]] = {}
-        self._products = np.zeros((2, 2))
-        self._seconds = np.zeros(2)
+        # Plain numbers: this is noted at every step, and arrays of three cost more than what is done with them.
+        self._means: dict[int, tuple[float, float, float]] = {}
+        self._all_all = self._all_own = self._own_own = 0.0
+        self._all_s = self._own_s = 0.0
         self._slopes = (0.0, 0.0)
 
     @property
@@ -141,21 +141,23 @@ class StepRate:
         return self._slopes[1]
 
     def note(self, streams: int, resident_tokens: int, seconds: float, own_tokens: int = 0) -> None:
-        step = np.array((seconds, resident_tokens, own_tokens), float)
         mean = self._means.get(streams)
         if mean is None:
-            self._means[streams] = step
+            self._means[streams] = (seconds, float(resident_tokens), float(own_tokens))
             return
-        off = step - mean
-        self._products = KEEP * self._products + np.outer(off[1:], off[1:])
-        self._seconds = KEEP * self._seconds + off[1:] * off[0]
-        self._means[streams] = mean + GAIN * off
+        off_s, off_all, off_own = seconds - mean[0], resident_tokens - mean[1], own_tokens - mean[2]
+        self._all_all = KEEP * self._all_all + off_all * off_all
+        self._all_own = KEEP * self._all_own + off_all * off_own
+        self._own_own = KEEP * self._own_own + off_own * off_own
+        self._all_s = KEEP * self._all_s + off_all * off_s
+        self._own_s = KEEP * self._own_s + off_own * off_s
+        self._means[streams] = (mean[0] + GAIN * off_s, mean[1] + GAIN * off_all, mean[2] + GAIN * off_own)
         self._slopes = self._bounded(self._fitted())
 
     def _fitted(self) -> tuple[float, float]:
         """Seconds by tokens and own tokens; of one of them alone where both cannot be told apart, or one would be negative."""
-        (all_all, all_own), (_, own_own) = self._products.tolist()
-        all_s, own_s = self._seconds.tolist()
+        all_all, all_own, own_own = self._all_all, self._all_own, self._own_own
+        all_s, own_s = self._all_s, self._own_s
         determinant = all_all * own_own - all_own * all_own
         if determinant > LEAST_UNLIKE * all_all * own_own:
             by_all = (all_s * own_own - own_s * all_own) / determinant
@@ -174,7 +176,7 @@ class StepRate:
         for mean_s, tokens, own_tokens in self._means.values():
             by_tokens_s = slopes[0] * tokens + slopes[1] * own_tokens
             if by_tokens_s > 0:
-                most = min(most, float((1 - LEAST_EMPTY_SHARE) * mean_s / by_tokens_s))
+                most = min(most, (1 - LEAST_EMPTY_SHARE) * mean_s / by_tokens_s)
         return slopes[0] * most, slopes[1] * most
 
     def expected_s(self, streams: int, resident_tokens: int, own_tokens: int = 0) -> float | None:
@@ -182,14 +184,14 @@ class StepRate:
         if mean is None:
             return None
         by_all, by_own = self._slopes
-        return float(mean[0] + by_all * (resident_tokens - mean[1]) + by_own * (own_tokens - mean[2]))
+        return mean[0] + by_all * (resident_tokens - mean[1]) + by_own * (own_tokens - mean[2])
 
     def steps(self) -> list[tuple[int, float]]:
         """Seconds by number of streams as they would be with nothing in the cache, ascending; never falling."""
         found: list[tuple[int, float]] = []
         by_all, by_own = self._slopes
         for streams, (mean_s, tokens, own_tokens) in sorted(self._means.copy().items()):
-            empty_s = float(mean_s - by_all * tokens - by_own * own_tokens)
+            empty_s = mean_s - by_all * tokens - by_own * own_tokens
             found.append((streams, max(0.0, empty_s, found[-1][1] if found else 0.0)))
         return found
 
