@@ -45,7 +45,7 @@ def broker_url(home: Home) -> str | None:
     parts = urlsplit(url)
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(parts.scheme, parts.scheme)
     query = parts.query
-    if scheme == "rediss" and "ssl_cert_reqs" not in dict(parse_qsl(query)):
+    if scheme == "rediss" and "ssl_cert_reqs" not in dict(parse_qsl(query, keep_blank_values=True)):
         # Channels would check the certificate all the same, Celery would take any.
         query = "&".join(filter(None, (query, "ssl_cert_reqs=required")))
     return urlunsplit(parts._replace(scheme=scheme, query=query))

@@ -1,14 +1,16 @@
-"""A step's attention looks at its own sequences' cells only: what our builds change of llama.cpp's unified cache.
+"""A step's attention looks at the span of its own sequences' cells: what our builds change of llama.cpp's unified cache.
 
 There every row of attention reads the cells of all sequences, up to the last one in use, and a mask hides what is not the row's
 own. Eight prompts of 8,192 tokens read 65,536 cells each, and a mask of 512 rows by 65,536 cells (64 MB) is written, sent to the
 card and read again by every layer; a step of 32 streams looked at 8.4 million cells to write its mask. With these changes the
 graph's view of keys and values starts at the first cell that the step's sequences hold and ends behind their last, and a mask is
-written from one pass over those cells.
+written from one pass over those cells (native/cell_mask.py). The span of a sequence grows with its cells and is forgotten with
+its last one: a beginning that is shared from far away makes it wide, which is slower and never wrong.
 """
 
 from __future__ import annotations
 
+from native.cell_mask import CELL_MASK
 from native.source_change import Change
 
 _CELLS = "src/llama-kv-cells.h"
@@ -271,168 +273,4 @@ static bool can_reuse_kq_mask(
     ),
 )
 
-# The mask. Neighbouring cells mostly belong to the same sequences, so which of the step's these are is asked once a stretch.
-_MASK = (
-    Change(
-        _CACHE,
-        """    int64_t n_kv;
-    int64_t n_stream;
-    int64_t n_tps;
-};
-""",
-        """    int64_t n_kv;
-    int64_t n_stream;
-    int64_t n_tps;
-
-    uint32_t first_kv;
-};
-
-// the cells of each of the stream's sequences, relative to the mask's first one
-static std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_cells_of(const args_set_input_kq_mask & args, uint32_t s) {
-    std::unordered_map<llama_seq_id, std::vector<uint32_t>> res;
-
-    const auto * ubatch = args.ubatch;
-
-    llama_kv_cells::seq_set_t wanted;
-    for (uint32_t ii = 0; ii < args.n_tps; ++ii) {
-        const llama_seq_id seq_id = ubatch->seq_id[s*args.n_tps + ii][0];
-
-        wanted.set(seq_id);
-        res[seq_id];
-    }
-
-    const auto & cells = args.v_cells.at(args.seq_to_stream[ubatch->seq_id[s*args.n_tps][0]]);
-
-    llama_kv_cells::seq_set_t last;
-    std::vector<std::vector<uint32_t> *> holders;
-
-    for (uint32_t j = 0; j < args.n_kv; ++j) {
-        const uint32_t i = args.first_kv + j;
-        if (cells.is_empty(i)) {
-            continue;
-        }
-
-        const auto held = cells.seq_get_all(i) & wanted;
-        if (held != last) {
-            last = held;
-            holders.clear();
-            if (held.any()) {
-                for (auto & [seq_id, own] : res) {
-                    if (held.test(seq_id)) {
-                        holders.push_back(&own);
-                    }
-                }
-            }
-        }
-
-        for (auto * own : holders) {
-            own->push_back(j);
-        }
-    }
-
-    return res;
-}
-""",
-    ),
-    Change(
-        _CACHE,
-        """        std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_idxs;
-
-        for (uint32_t ii = 0; ii < n_tps; ++ii) {
-""",
-        """        std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_idxs;
-
-        const auto seq_cells = alibi ? decltype(seq_idxs){} : seq_cells_of(args, s);
-
-        for (uint32_t ii = 0; ii < n_tps; ++ii) {
-""",
-    ),
-    Change(
-        _CACHE,
-        """                    idxs.reserve(ubatch->n_tokens + n_swa + 32);
-
-                    seq_srct[seq_id] = i;
-                }
-            }
-""",
-        """                    idxs.reserve(ubatch->n_tokens + n_swa + 32);
-
-                    seq_srct[seq_id] = i;
-
-                    std::fill(data + idst, data + idst + n_kv, mask_drop);
-                }
-            }
-""",
-    ),
-    Change(
-        _CACHE,
-        """                // we have an exiting mask for this sequence -> update just seq_idxs
-                if (!alibi) {
-                    if (prev) {
-                        if (jj >= idxs.size()) {
-                            break;
-                        }
-
-                        j = idxs[jj];
-                    }
-                }
-
-                if (cells.is_empty(j)) {
-                    goto skip;
-                }
-
-                // mask the token if not the same sequence
-                if (!cells.seq_has(j, seq_id)) {
-                    goto skip;
-                }
-
-                p0 = cells.pos_get(j);
-""",
-        """                // the sequence's own cells, and of an existing mask just seq_idxs
-                if (!alibi) {
-                    const auto & own = prev ? idxs : seq_cells.at(seq_id);
-                    if (jj >= own.size()) {
-                        break;
-                    }
-
-                    j = own[jj];
-                }
-
-                const uint32_t cell = args.first_kv + j;
-
-                if (cells.is_empty(cell)) {
-                    goto skip;
-                }
-
-                // mask the token if not the same sequence
-                if (!cells.seq_has(cell, seq_id)) {
-                    goto skip;
-                }
-
-                p0 = cells.pos_get(cell);
-""",
-    ),
-    Change(
-        _CACHE,
-        """                            const auto & p0_ext = cells.ext_get(j);
-""",
-        """                            const auto & p0_ext = cells.ext_get(cell);
-""",
-    ),
-    Change(
-        _CACHE,
-        """        /*.n_tps            =*/ n_tps,
-    };
-
-    if (dst->type == GGML_TYPE_F16) {
-""",
-        """        /*.n_tps            =*/ n_tps,
-        /*.first_kv         =*/ (uint32_t) dst->op_params[0],
-    };
-
-    if (dst->type == GGML_TYPE_F16) {
-""",
-    ),
-)
-
-CELL_WINDOW = _BOUNDS + _VIEW + _MASK
+CELL_WINDOW = _BOUNDS + _VIEW + CELL_MASK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.native_library import builds
-from tests.synthetic_gguf import write_gemma3, write_llama, write_qwen35, write_qwen35moe
+from tests.synthetic_gguf import write_gemma3, write_llama, write_qwen3, write_qwen35, write_qwen35moe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A build is named after what it is made of, and made once.
@@ -28,19 +28,31 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def library() -> Path:
     HOME.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "native.build_native", "--arch", "cpu", "--nice", "0", "--home", str(HOME)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.DEVNULL)
-    return max(builds(HOME), key=lambda build: build.library_path.stat().st_mtime).library_path
+    command = [
+        sys.executable,
+        "-m",
+        "native.build_native",
+        "--json",
+        "--arch",
+        "cpu",
+        "--nice",
+        "0",
+        "--home",
+        str(HOME),
+    ]
+    ended = subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.PIPE, text=True)
+    return Path(json.loads(ended.stdout.splitlines()[-1])["library"])
 
 
 def logits(model: Path, out: Path, **environment: str) -> np.ndarray:
     command = [sys.executable, "-m", "tests.native.logits_of", str(model), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, env={**os.environ, **environment})
+    others = {name: value for name, value in os.environ.items() if name != "LLAMA_CPP_LIB_PATH"}
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, env={**others, **environment})
     rows: np.ndarray = np.load(out)
     return rows
 
 
-@pytest.mark.parametrize("write", [write_llama, write_gemma3, write_qwen35, write_qwen35moe])
+@pytest.mark.parametrize("write", [write_llama, write_qwen3, write_gemma3, write_qwen35, write_qwen35moe])
 def test_sequences_that_share_a_cache_compute_the_same(
     tmp_path: Path, library: Path, write: Callable[[Path], None]
 ) -> None:
