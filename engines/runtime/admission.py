@@ -105,8 +105,9 @@ class Admission:
         slot.begin(generation)
         if generation.started_at is None:
             generation.started_at = time.monotonic()
-            generation.prompts_before_s = self._rates.prompts_s
             self._metrics.queue_seconds.observe(generation.started_at - generation.queued_at)
+        if generation.prompts_before_s is None:
+            generation.prompts_before_s = self._rates.prompts_s
         if generation.sampler is None:
             generation.sampler = Sampler(generation.params, self._llama, generation.constraint)
             generation.sampler.see_prompt(generation.seen_by_penalties)

@@ -180,7 +180,7 @@ class Generation:
     siblings: tuple[Generation, ...] = field(default=(), repr=False)
     outcome: tuple[str, Stats] | None = None
     restore_s: float = 0.0
-    prompts_before_s: float = 0.0
+    prompts_before_s: float | None = None
     computed_s: float = 0.0
     prompt_wait_s: float = 0.0
 

@@ -55,6 +55,11 @@ class Adopted:
         first = self.first or self
         return [first, *first.parts]
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether an exchange of any part is under way."""
+        return any(one.at_work.locked() for one in self.together)
+
     def reading(self, generations: Sequence[Generation]) -> AbstractAsyncContextManager[list[Generation]]:
         """As `ArrivingHandoffs.reading`."""
         return self.desk.reading(self, generations)

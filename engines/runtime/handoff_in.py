@@ -113,7 +113,7 @@ class ArrivingHandoffs:
     async def _left_alone(self, entry: Adopted, source_gone: asyncio.Event) -> None:
         """Ends a move whose source has gone, unless it brought all before."""
         await source_gone.wait()
-        if entry.state == OPEN and not entry.at_work.locked():
+        if entry.state == OPEN and not entry.is_at_work:
             log.info("handoff %s: its source has gone", entry.body.handoff)
             await self._abort(entry)
 
@@ -312,6 +312,10 @@ class ArrivingHandoffs:
     def _too_late(self, entry: Adopted) -> None:
         entry.timer = None
         if entry.claimed or entry.at_work.locked():
+            return
+        if entry.is_at_work:
+            # Another part comes in, which may take its time.
+            self._watch(entry, SILENCE_S)
             return
         log.warning("handoff %s: nobody went on with it", entry.body.handoff)
         task = asyncio.ensure_future(self._abort(entry))

@@ -94,6 +94,7 @@ class LiveMove:
             await self._follow(first)
             step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
             await self._join_others(stack)
+            await self._cleared(self._members)
             self._clock.lap("followed")
             stopped_at = time.monotonic()
             manifests = await stop_together([member.leaving for member in self._members])
@@ -193,6 +194,7 @@ class LiveMove:
         async for exported in member.leaving.finished_blocks(way.prove):
             piece = exported.piece
             await way.send(exported, generation.tokens[piece.start : piece.end])
+            await self._alive()  # the others wait their turn
             if not generation.new_tokens:
                 self._hidden_bytes += piece.size_bytes
             if time.monotonic() > self._until:
@@ -222,11 +224,18 @@ class LiveMove:
     async def _send_rests(self, moving: Sequence[_Member], manifests: dict[Leaving, Manifest]) -> None:
         """Returns when the target goes on. Raises when it surely does not, or cannot be asked any more."""
         telling = asyncio.ensure_future(self._told())
+        # Each alone is bounded below the stop's limit; several are together.
+        limit_s = REST_PATIENCE_S if len(moving) > 1 else None
         try:
-            for member in moving:
-                await self._send_rest(member, manifests[member.leaving], telling)
-        except (EngineUnreachable, ProtocolBroken) as error:
+            async with asyncio.timeout(limit_s):
+                for member in moving:
+                    await self._send_rest(member, manifests[member.leaving], telling)
+                    if member is not moving[-1]:
+                        await member.way.settled()
+        except (EngineUnreachable, ProtocolBroken, TimeoutError) as error:
             if not await self._goes_on_there():
+                if isinstance(error, TimeoutError):
+                    raise DeadlineExceeded("The request's choices did not leave in the time of a stop.") from error
                 raise
             log.warning("handoff %s: the answer was lost (%s), but the target goes on", self._body.handoff, error)
         finally:
@@ -234,6 +243,11 @@ class LiveMove:
             await asyncio.wait((telling,))
             if not telling.cancelled():
                 telling.exception()  # looked at: whoever waited for it got it
+
+    async def _cleared(self, members: Sequence[_Member]) -> None:
+        """Of several members each must leave room on the shelf to the next one, whose largest piece may need all of it."""
+        for member in members if len(members) > 1 else ():
+            await member.way.settled()
 
     async def _send_rest(self, member: _Member, manifest: Manifest, telling: asyncio.Future[None]) -> None:
         leaving, way = member.leaving, member.way

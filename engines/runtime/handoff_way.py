@@ -176,6 +176,12 @@ class Way:
             answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
             self._free(answer.entered)
 
+    async def settled(self) -> None:
+        """Returns when all that was placed has entered, so that nothing of this way lies on the shelf."""
+        while self._placed:
+            answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
+            self._free(answer.entered)
+
     def _free(self, entered: int) -> None:
         while self._entered < entered and self._placed:
             self._placed.popleft().free()

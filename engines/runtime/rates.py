@@ -102,7 +102,9 @@ class PrefillRate:
         """The rates where only `known` count; None where chunks that are too alike, or a negative rate, say otherwise."""
         products, sums = self._products[np.ix_(known, known)], self._seconds[list(known)]
         scale = np.sqrt(np.diag(products))
-        if not scale.all() or np.linalg.det(products / np.outer(scale, scale)) < LEAST_UNLIKE ** (len(known) - 1):
+        if not scale.all():
+            return None
+        if len(known) > 1 and np.linalg.det(products / np.outer(scale, scale)) < LEAST_UNLIKE ** (len(known) - 1):
             return None
         found = np.linalg.solve(products, sums)
         if min(found) <= 0:
@@ -235,7 +237,7 @@ class Rates:
         self.prompts_s += seconds
         for generation, tokens in work.prompts:
             generation.computed_s += seconds * tokens / work.tokens
-            generation.prompt_wait_s = self.prompts_s - generation.prompts_before_s - generation.computed_s
+            generation.prompt_wait_s = self.prompts_s - (generation.prompts_before_s or 0.0) - generation.computed_s
 
     def ended(self, slot_s: float) -> None:
         """A generation held its slot for so long."""

@@ -53,6 +53,8 @@ class Adopting:
     ) -> None:
         if self._done:
             return
+        # From here on nothing enters or goes on, whatever exchange is still under way: soon the slot is somebody else's.
+        self._done = True
         while self._entering:
             entering = self._entering.popleft()
             await asyncio.wait((entering,))
@@ -84,6 +86,7 @@ class Adopting:
             arrival.check(codec, delivery.piece, delivery.data)
 
         def enter(cache: PrefixCache) -> None:
+            self._require_open()
             arrival.enter(cache, codec, delivery.piece, delivery.data)
 
         entering = self._lane.submit(enter, first=check, quick=delivery.is_quick)
@@ -123,6 +126,7 @@ class Adopting:
 
         def promise(cache: PrefixCache) -> Generator[None, None, None]:
             yield from ()
+            self._require_open()
             self._arrival.tokens = tokens
             self._arrival.slot.awaited_cells = len(tokens) - there
 
@@ -148,7 +152,12 @@ class Adopting:
         if missing:
             raise StateInvalid(f"{missing} pieces of the state did not come in.")
 
+    def _require_open(self) -> None:
+        if self._done:
+            raise StateInvalid("The move is over; nothing more of it is taken.")
+
     def _finish(self) -> Generator[None, None, None]:
+        self._require_open()
         sequence = self._arrival.slot.sequence
         if not sequence.tokens:
             # Its last block came before anybody knew that it was the last.
@@ -174,6 +183,7 @@ class Adopting:
         await self._require_all(manifest)
 
         def work(cache: PrefixCache) -> Generator[None, None, Generation]:
+            self._require_open()
             generation = resumed(manifest, self._core.loaded, compiler, mailbox, deadline_at)
             self._arrival.slot.sequence.origin = generation.origin
             yield from self._finish()

@@ -173,8 +173,8 @@ class Arrival:
         the codec queues until after its next call."""
         sequence = self.slot.sequence
         if piece.kind == "block":
-            self.slot.awaited_cells -= piece.tokens
             codec.enter_block(sequence, piece.start, piece.tokens, data, queued=codec.queues)
+            self.slot.awaited_cells -= piece.tokens
         elif piece.kind == "part":
             codec.enter_part(sequence, data)
         elif piece.kind in DRAFT_KINDS:

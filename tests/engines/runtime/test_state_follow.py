@@ -231,3 +231,28 @@ async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[...,
         for wrong in (True, False):
             await attempt(desk, home, other, away, wrong=wrong)
         assert not len(away.cache.slots[0].sequence)
+
+
+async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
+        work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving:
+            arriving = await adopting(theirs, away, 0, 800)
+            await followed(leaving, arriving, work)
+            await arriving.__aexit__(None, None, None)
+            held = await run(away, prompt_of(model, 60), 4)
+            before = [list(slot.sequence.tokens) for slot in away.cache.slots]
+            assert held.tokens[:-1] in before
+            # An exchange that was under way, and whoever ends the move once more.
+            exported = await anext(leaving.finished_blocks())
+            with pytest.raises(StateInvalid, match="move is over"):
+                await arriving.take(work.tokens[exported.piece.start : exported.piece.end], delivery_of(exported))
+            await arriving.__aexit__(None, None, None)
+            assert [list(slot.sequence.tokens) for slot in away.cache.slots] == before
+            assert [(slot.awaited_cells, slot.transfer) for slot in away.cache.slots] == [(0, "")] * len(
+                away.cache.slots
+            )
