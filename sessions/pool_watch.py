@@ -16,7 +16,7 @@ from django.db import Error as DatabaseError
 from engines.errors import EngineError
 
 # A little less than what is known counts for.
-EVERY_S = 0.8
+EVERY_S = 0.5
 # Somebody who reads an answer comes back within this.
 USED_S = 120.0
 # So many models at most, those used last.

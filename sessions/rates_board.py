@@ -188,12 +188,14 @@ class RatesBoard:
     def leave(self, endpoint: EngineEndpoint) -> None:
         known = self._of(endpoint)
         known.running = max(0, known.running - 1)
+        # An engine that serves but never tells its rates must not make the list grow.
+        known.sent = known.sent[-known.running :] if known.running else []
         known.worked_s = time.monotonic()
 
     def answered(self, endpoint: EngineEndpoint, chosen: Candidate, guessed_tokens: int, told: Answered) -> None:
         """A request that was sent there by `chosen`, with a prompt guessed at `guessed_tokens`, had its first token."""
         known, terms = self._of(endpoint), chosen.terms
-        if known.rates is None or chosen.mode != "solo" or terms.load_s:
+        if known.rates is None or chosen.mode != "solo":
             return
         rates = known.rates
         fit = PrefillFit(rates.prefill_token_s, rates.prefill_pair_s, rates.prefill_beside_s)
