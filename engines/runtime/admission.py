@@ -83,7 +83,7 @@ class Admission:
             if generation.reuse_prefix and led:
                 self._metrics.wait_steps.labels("prefix").inc()
                 continue
-            slot = self._cache.best_slot(source, raw_logits=raw_logits)
+            slot = self._cache.best_slot(source, raw_logits=raw_logits, session=generation.session)
             if slot is not None and not self._landing.takes(generation, slot, source):
                 self._start(generation, slot, source)
 

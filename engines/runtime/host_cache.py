@@ -65,7 +65,8 @@ class HostCache:
         if size_bytes > self.budget_bytes:
             return False
         while self._entries and self.used_bytes + size_bytes > self.budget_bytes:
-            self._remove(next(iter(self._entries)))
+            # What is nobody's session's goes before all others.
+            self._remove(min(self._entries, key=lambda key: bool(self._entries[key].origin.session)))
             self.evicted += 1
         state = sequence.llama.export_state(sequence.index)
         entry = HostEntry(list(sequence.tokens), state, sequence.spans, sequence.origin, time.monotonic())

@@ -12,7 +12,7 @@ from aiohttp import web
 from engines.rates_view import MAX_PENDING, MAX_SESSIONS, EngineRates
 from engines.runtime.core import EngineCore
 from engines.runtime.operations import NEEDS_MODEL, Operation
-from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix import PrefixCache, stays
 from engines.runtime.preparation import Preparation
 from engines.runtime.rates import pairs_of
 from engines.runtime.state_desk import StateDesk
@@ -125,9 +125,12 @@ def _add(found: dict[str, int], session: str, tokens: int) -> None:
 
 
 def next_to_go(cache: PrefixCache) -> tuple[int, float]:
-    """The conversation that a new one would push out: tokens and seconds since it was used; no tokens if a slot is empty."""
+    """The session that a new one would push out: tokens and seconds since it was used; no tokens if there is a slot that is empty
+    or holds none, but what hardly anybody goes on with."""
     idle = [slot for slot in cache.slots if slot.idle]
     if not idle or any(not len(slot.sequence) for slot in idle):
         return 0, 0.0
-    oldest = min(idle, key=lambda slot: slot.used_at)
-    return len(oldest.sequence), round(time.monotonic() - oldest.used_at, 3)
+    first = min(idle, key=stays)
+    if not first.sequence.origin.session:
+        return 0, 0.0
+    return len(first.sequence), round(time.monotonic() - first.used_at, 3)

@@ -48,6 +48,12 @@ class Source:
     entry: HostEntry | None = None
 
 
+def stays(holder: Slot | Checkpoint) -> tuple[bool, float]:
+    """In which order content goes, the least first: that of nobody's session, with which hardly anybody goes on (a title), then
+    the longest unused. It only orders: where all content is sessions', theirs goes, so that whoever comes has a place."""
+    return bool(holder.sequence.origin.session), holder.used_at
+
+
 class PrefixCache:
     """All sequences of a context. Used by the core's thread only."""
 
@@ -158,17 +164,19 @@ class PrefixCache:
 
     # --- where a generation runs ----------------------------------------------------------------
 
-    def best_slot(self, source: Source, *, raw_logits: bool) -> Slot | None:
-        """The idle slot that loses least: the source's own if its tail is dead, an empty one, else the longest unused."""
+    def best_slot(self, source: Source, *, raw_logits: bool, session: str = "") -> Slot | None:
+        """The idle slot that loses least: the source's own if its tail is dead, an empty one, else the first to go. What is of
+        nobody's `session` leaves a session the slot that it begins like, if it can do with one that is no session's."""
         idle = [slot for slot in self.slots if slot.idle and slot.has_raw_logits == raw_logits]
         own = next((slot for slot in idle if slot.sequence is source.sequence), None)
-        tail = len(own.sequence) - source.length if own is not None else 0
-        if own is not None and (not self.can_share or tail <= DEAD_TAIL_SHARE * source.length):
-            return own
-        others = [slot for slot in idle if slot is not own]
-        if not others:
-            return own
-        return min(others, key=lambda slot: (len(slot.sequence) > 0, slot.used_at))
+        others = (slot for slot in idle if slot is not own)
+        other = min(others, key=lambda slot: (len(slot.sequence) > 0, *stays(slot)), default=None)
+        if own is None or other is None:
+            return own or other
+        spares_own = not session and own.sequence.origin.session and not other.sequence.origin.session
+        tail = len(own.sequence) - source.length
+        is_dead = not self.can_share or tail <= DEAD_TAIL_SHARE * source.length
+        return own if is_dead and not spares_own else other
 
     def prepare(self, slot: Slot, source: Source) -> None:
         """Brings the source's prefix into the slot's sequence; what the slot held goes to host memory if it is worth it."""
@@ -178,7 +186,7 @@ class PrefixCache:
             sequence.cut(source.length)
             return
         self.put_away(slot)
-        if source.sequence is not None:
+        if source.sequence is not None and self.can_share:
             sequence.share_prefix(source.sequence, source.length)
             self._touch(source.sequence)
         elif source.entry is not None:
@@ -213,10 +221,10 @@ class PrefixCache:
         sequence.clear()
 
     def put_away_one(self) -> bool:
-        """Moves one idle conversation, never the last used, to host memory. False when none is left that could go."""
+        """Moves one idle conversation, never the last to go, to host memory. False when none is left that could go."""
         if not self._puts_away_idle:
             return False
-        idle = sorted((s for s in self.slots if s.idle and len(s.sequence)), key=lambda slot: slot.used_at)
+        idle = sorted((s for s in self.slots if s.idle and len(s.sequence)), key=stays)
         for slot in idle[:-1]:
             if slot.sequence.cells_alone() >= MIN_TOKENS and self.host.holds_after_save(slot.sequence):
                 self.host.link(slot.index, slot.sequence)
@@ -247,11 +255,11 @@ class PrefixCache:
             place.sequence.share_prefix(slot.sequence, len(tokens))
 
     def checkpoint_place(self) -> Checkpoint | None:
-        """An emptied checkpoint, that of the longest unused; None where there is none to be had."""
+        """An emptied checkpoint, the first to go; None where there is none to be had."""
         places = [checkpoint for checkpoint in self.checkpoints if not checkpoint.leaving]
         if not places:
             return None
-        place = min(places, key=lambda c: (len(c.sequence) > 0, c.used_at))
+        place = min(places, key=lambda c: (len(c.sequence) > 0, *stays(c)))
         self._put_away(place.sequence)
         place.used_at = time.monotonic()
         return place
@@ -293,12 +301,12 @@ class PrefixCache:
         return held + awaited + sum(slot.todo_tokens + 1 for slot in self.busy)
 
     def make_room(self, cells: int) -> bool:
-        """Empties idle slots and checkpoints, the longest unused first, until `cells` are free. False if that was not enough."""
+        """Empties idle slots and checkpoints in the order of `stays` until `cells` are free. False if that was not enough."""
         if self.ledger.free >= cells:
             return True
         holders: list[Slot | Checkpoint] = [slot for slot in self.slots if slot.idle]
         holders += [checkpoint for checkpoint in self.checkpoints if not checkpoint.leaving]
-        for holder in sorted(holders, key=lambda holder: holder.used_at):
+        for holder in sorted(holders, key=stays):
             if self.ledger.free >= cells:
                 break
             if len(holder.sequence):
