@@ -24,8 +24,12 @@ SESSION_HEADERS = (
     "x-dynamo-session-id",
     "x-smg-routing-key",
 )
-# Agents of one client session hold conversations of their own.
-_AGENT_HEADERS = {"x-claude-code-session-id": "x-claude-code-agent-id"}
+# Agents of one client session hold conversations of their own; of equally named ones the second header says whose they are.
+# Whether a session ends (x-dynamo-session-final) is no part of its name.
+_AGENT_HEADERS = {
+    "x-claude-code-session-id": ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
+    "x-dynamo-session-id": ("", "x-dynamo-parent-session-id"),
+}
 MAX_KEY_CHARS = 256
 TENANT_DIGITS = 32
 
@@ -71,8 +75,12 @@ class Identity:
 def _session_key(headers: Mapping[str, str], hints: BodyHints) -> tuple[str, ...]:
     for name in SESSION_HEADERS:
         if value := headers.get(name, "").strip():
-            agent = headers.get(_AGENT_HEADERS.get(name, ""), "").strip()
-            return "named", value[:MAX_KEY_CHARS], agent[:MAX_KEY_CHARS]
+            agent_header, parent_header = _AGENT_HEADERS.get(name, ("", ""))
+            agent, parent = (
+                headers.get(header, "").strip()[:MAX_KEY_CHARS] for header in (agent_header, parent_header)
+            )
+            has_parent = parent and (agent or not agent_header)
+            return "named", value[:MAX_KEY_CHARS], agent, *([parent] if has_parent else [])
     if cache_key := hints.cache_key.strip():
         return "cache key", cache_key[:MAX_KEY_CHARS]
     if hints.background:
