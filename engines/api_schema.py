@@ -337,6 +337,12 @@ class ChatRequest(BaseModel):
             return False
         return None if self.reasoning_effort in (None, "minimal") else True
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the request tells the template beside messages and tools."""
+        told = (("enable_thinking", self.thinking), ("reasoning_effort", self.reasoning_effort))
+        return {**(self.chat_template_kwargs or {}), **{name: value for name, value in told if value is not None}}
+
     def images(self) -> list[ShownImage]:
         """All images of the conversation, in order."""
         return [

@@ -26,6 +26,9 @@ OPENER_CHARS = 256
 MAX_OPENER_ITEMS = 64
 _OUTPUT_BOUNDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 _IMAGE_PART = b'"input_image"'
+# What of a body reaches the template beside messages and tools, and the parts that do of what else asks for reasoning.
+_TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking")
+_TEMPLATE_PARTS = (("reasoning", "effort"), ("output_config", "effort"), ("thinking", "type"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ def chat_hints(request: ChatRequest) -> BodyHints:
 
 def _chat_base(request: ChatRequest) -> Iterator[Item]:
     yield (request.model or "").encode(errors="surrogatepass"), 0
-    for tool in request.tools or ():
+    yield from _template_items(request.template_variables)
+    for tool in (request.tools or ()) if request.tool_choice != "none" else ():
         text = tool.model_dump_json(exclude_unset=True).encode()
         yield text, len(text)
 
@@ -196,8 +200,25 @@ def _json_chain(body: dict[str, Any], before: tuple[str, ...], items: Any) -> tu
         items = [items]
     if not isinstance(items, list):
         return ()
-    base = [_item(body[name]) for name in before if body.get(name)]
-    return chain_of([(_model_item(body), 0), *base], map(_item, items))
+    has_tools = body.get("tool_choice") not in ("none", {"type": "none"})
+    base = [_item(body[name]) for name in before if body.get(name) and (has_tools or name != "tools")]
+    return chain_of([(_model_item(body), 0), *_template_items(_told(body)), *base], map(_item, items))
+
+
+def _told(body: dict[str, Any]) -> dict[str, Any]:
+    """What a body that is not a chat's tells the template."""
+    told = {name: body.get(name) for name in _TEMPLATE_FIELDS}
+    for name, part in _TEMPLATE_PARTS:
+        whole = body.get(name)
+        told[name] = whole.get(part) if isinstance(whole, dict) else None
+    # A budget of none asks for no reasoning at all; any other changes nothing of the prompt.
+    told["thinking_budget_tokens"] = 0 if body.get("thinking_budget_tokens") == 0 else None
+    return {name: value for name, value in told.items() if value is not None and value != {}}
+
+
+def _template_items(told: dict[str, Any]) -> list[Item]:
+    """What stands before all messages because it may change how each of them is rendered. It is no text of the prompt itself."""
+    return [(b"template " + json.dumps(told, sort_keys=True).encode(), 0)] if told else []
 
 
 def _model_item(body: dict[str, Any]) -> bytes:

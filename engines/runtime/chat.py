@@ -152,13 +152,8 @@ class ChatTemplate:
         messages = [_as_template_sees(message, image) for message in request.messages]
         if self.tool_format is None:
             messages, shown_tools = with_tools_as_text(messages, shown_tools), []
-        variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        if request.thinking is not None:
-            variables["enable_thinking"] = request.thinking
-        if request.reasoning_effort is not None:
-            variables["reasoning_effort"] = request.reasoning_effort
         return {
-            **variables,
+            **request.template_variables,
             "messages": messages,
             "tools": shown_tools or None,
             "documents": None,

@@ -38,6 +38,56 @@ def test_a_turn_begins_with_the_links_of_the_turn_before(dialect: Dialect, field
     assert chain(dialect, model="other", **{field: messages("Hello")})[0] != first[0]
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "one", "other"),
+    [
+        (CHAT, "messages", {}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, "messages", {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 2}}),
+        (CHAT, "messages", {"enable_thinking": True}, {"enable_thinking": False}),
+        (CHAT, "messages", {"reasoning_effort": "low"}, {"reasoning_effort": "high"}),
+        (CHAT, "messages", {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"}),
+        (RESPONSES, "input", {}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (RESPONSES, "input", {}, {"enable_thinking": False}),
+        (RESPONSES, "input", {"reasoning": {"effort": "low"}}, {"reasoning": {"effort": "high"}}),
+        (MESSAGES, "messages", {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 2}}),
+        (MESSAGES, "messages", {}, {"thinking": {"type": "disabled"}}),
+        (MESSAGES, "messages", {"output_config": {"effort": "low"}}, {"output_config": {"effort": "high"}}),
+    ],
+)
+def test_what_the_template_is_told_stands_before_all_messages(
+    dialect: Dialect, field: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    first, second = (chain(dialect, **{field: messages("Hello", "Hi!", "Bye")}, **told) for told in (one, other))
+    assert len(first) == len(second) == 3
+    assert not {link.key for link in first} & {link.key for link in second}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field", "one", "other"),
+    [
+        (CHAT, "messages", {"chat_template_kwargs": {"a": 1, "b": 2}}, {"chat_template_kwargs": {"b": 2, "a": 1}}),
+        (CHAT, "messages", {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, "messages", {"tools": [TOOL], "tool_choice": "none"}, {}),
+        (CHAT, "messages", {"chat_template_kwargs": {}, "temperature": 0.5, "max_tokens": 9}, {}),
+        (RESPONSES, "input", {"reasoning": {"summary": "auto"}, "temperature": 0.5}, {}),
+        (
+            MESSAGES,
+            "messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 10}},
+            {"thinking": {"type": "enabled", "budget_tokens": 20}},
+        ),
+    ],
+)
+def test_what_is_rendered_alike_has_equal_keys(
+    dialect: Dialect, field: str, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    first, second = (chain(dialect, **{field: messages("Hello")}, **told) for told in (one, other))
+    assert [link.key for link in first] == [link.key for link in second]
+
+
 def test_a_growing_text_shares_its_whole_pieces() -> None:
     text = "abc " * 2000
     first, second = chain(COMPLETIONS, prompt=text), chain(COMPLETIONS, prompt=text + "and more")
