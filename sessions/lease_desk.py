@@ -84,6 +84,8 @@ class LeaseDesk:
         except (DatabaseError, TimeoutError) as error:
             logger.warning("no lease could be written, going on without: %s: %s", type(error).__name__, error)
             writing.add_done_callback(lambda written: _look_at(written) or self._written_late(request_id))
+            # It may be written late, and has to last as long as its request all the same.
+            self._keep_prolonging()
             return Lease("leased", endpoints[0].engine_id)
         except asyncio.CancelledError:
             # What is being written now must not outlive a request that has ended.
@@ -96,9 +98,12 @@ class LeaseDesk:
                 # What it had on the engine before.
                 self._give_back(request_id)
             return lease
+        self._keep_prolonging()
+        return lease
+
+    def _keep_prolonging(self) -> None:
         if self._prolonging is None:
             self._prolonging = asyncio.create_task(self._prolong(), name="leases-prolong")
-        return lease
 
     async def _write(self, wanted: Wanted) -> Lease:
         try:

@@ -6,10 +6,12 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from django.db import connection, connections
+from django.db.models.functions import Now
 
 from engines.services import EngineEndpoint
 from pools.db import in_db
@@ -132,6 +134,30 @@ async def test_a_lease_that_is_written_after_its_request_has_ended_is_given_back
         assert (await desk.acquire(request, "", [endpoint], [2])).engine_id == engine_ids[0], "it goes on without"
         desk.release(request)
         await asyncio.sleep(0.1)
+    await desk.settled()
+    assert await in_db(leases.live) == {}
+    await desk.close(5)
+
+
+async def test_a_lease_that_is_written_late_lasts_as_long_as_its_request(
+    engine_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_desk, "DATABASE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(lease_desk, "PROLONG_EVERY_S", 0.02)
+    desk = LeaseDesk()
+    request = uuid.uuid4()
+    endpoint = EngineEndpoint(engine_ids[0], "e", "http://127.0.0.1:1", "m", 1, 2, 100)
+    with frozen("hydra_sessions_slotlease"):
+        assert (await desk.acquire(request, "", [endpoint], [2])).engine_id == engine_ids[0], "it goes on without"
+    monkeypatch.setattr(lease_desk, "DATABASE_PATIENCE_S", 5.0)
+    await desk.settled()
+    await in_db(lambda: SlotLease.objects.update(expires_at=Now() - timedelta(seconds=1)))
+    for _ in range(200):
+        if await in_db(leases.live):
+            break
+        await asyncio.sleep(0.02)
+    assert await in_db(leases.live) == {engine_ids[0]: 1}
+    desk.release(request)
     await desk.settled()
     assert await in_db(leases.live) == {}
     await desk.close(5)
