@@ -71,7 +71,10 @@ SETTINGS: tuple[Setting, ...] = (
         "HYDRA_STORE_DISK_BYTES", "0", "bytes", "Disk below HYDRA_HOME for the store's latest snapshots; 0 = none."
     ),
     Setting(
-        "HYDRA_SESSION_RETENTION", "7", "count", "Days after its last use that a session and its snapshots are kept."
+        "HYDRA_SESSION_RETENTION",
+        "7",
+        "count",
+        "Days after its last use that a session and its snapshots are kept, and after its end what is known of a request.",
     ),
     Setting(
         "HYDRA_DOWNLOAD_FROM",

@@ -1,17 +1,23 @@
 """Keys, conversations and turns in the admin. A key is shown once, when it is made; after that only its first characters."""
 
+from functools import cached_property
 from typing import Any
 
 from asgiref.sync import async_to_sync
 from django import forms
 from django.contrib import admin, messages
-from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.contrib.admin.actions import delete_selected
+from django.core.exceptions import PermissionDenied
+from django.db.models import F, QuerySet, Value
+from django.db.models.functions import NullIf
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import reverse
 from unfold.admin import ModelAdmin
 from unfold.forms import ActionForm
+from unfold.views import ChangeList
 
 from engines.errors import EngineError
-from sessions import kv_losses, lifecycle, services, snapshots
+from sessions import kv_losses, lifecycle, services, snapshots, why_here
 from sessions.models import ApiKey, ChatSession, Handoff, KvLoss, Snapshot, Turn
 
 
@@ -69,7 +75,32 @@ class RecordAdmin(ModelAdmin):
 class TargetForm(ActionForm):
     """The engine for the action `move`."""
 
-    engine = forms.CharField(required=False, max_length=63, label="Engine")
+    engine = forms.CharField(
+        required=False,
+        max_length=63,
+        label="",
+        widget=forms.TextInput(
+            {
+                # As unfold's own choice of an action beside it; shown only with the action that reads it.
+                "class": " ".join(
+                    f"group-[.changelist-actions]:{name}"
+                    for name in (
+                        "!bg-white/20",
+                        "!text-current",
+                        "font-medium",
+                        "px-2",
+                        "py-1",
+                        "rounded-default",
+                        "grow",
+                    )
+                )
+                + " min-w-0 placeholder-white text-sm",
+                "placeholder": "Name of the engine",
+                "aria-label": "Name of the engine to move to",
+                "x-show": "action == 'move'",
+            }
+        ),
+    )
 
 
 @admin.register(ChatSession)
@@ -88,7 +119,7 @@ class ChatSessionAdmin(RecordAdmin):
     search_fields = ["title"]
     list_select_related = ["engine"]
     date_hierarchy = "last_active_at"
-    actions = ["park", "resume", "move"]
+    actions = ["park", "resume", "move", "delete_selected"]
     action_form = TargetForm
 
     @admin.action(permissions=["delete"], description="Park: save to the store and free the slot")
@@ -100,7 +131,7 @@ class ChatSessionAdmin(RecordAdmin):
         self._each(request, chosen, lifecycle.resume, "will go on where it costs least")
 
     @admin.action(
-        permissions=["delete"], description="Move to the engine chosen beside, also in the middle of an answer"
+        permissions=["delete"], description="Move to the engine named beside, also in the middle of an answer"
     )
     def move(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> None:
         name = request.POST.get("engine", "")
@@ -110,22 +141,44 @@ class ChatSessionAdmin(RecordAdmin):
 
         self._each(request, chosen, act, f"moved to {name}")
 
-    def _each(self, request: HttpRequest, chosen: QuerySet[ChatSession], act: Any, done: str) -> None:
-        count = 0
+    @admin.action(permissions=["delete"], description="Delete: its slot, what stores hold, and its rows")
+    def delete_selected(self, request: HttpRequest, chosen: QuerySet[ChatSession]) -> Any:
+        """Django's own asks; once answered, it would say that all are gone, also those that stay since a request runs."""
+        if not request.POST.get("post"):
+            return delete_selected(self, request, chosen)
+        if self.get_deleted_objects(chosen, request)[2]:
+            raise PermissionDenied
+        self.delete_queryset(request, chosen)
+        return None
+
+    def _each(self, request: HttpRequest, chosen: QuerySet[ChatSession], act: Any, done: str) -> list[ChatSession]:
+        """Those that it could be done to; of each other one the page says why not."""
+        acted = []
         for chat in chosen:
             try:
                 async_to_sync(act)(None, chat.key_hash)
-                count += 1
+                acted.append(chat)
             except EngineError as error:
                 self.message_user(request, f"{chat}: {error}", messages.ERROR)
-        if count:
-            self.message_user(request, f"{count} {done}.", messages.SUCCESS)
+        if acted:
+            self.message_user(request, f"{len(acted)} {done}.", messages.SUCCESS)
+        return acted
+
+    def delete_view(
+        self, request: HttpRequest, object_id: str, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        try:
+            return super().delete_view(request, object_id, extra_context)
+        except EngineError as error:
+            self.message_user(request, f"It was not deleted: {error}", messages.ERROR)
+        return HttpResponseRedirect(reverse("admin:hydra_sessions_chatsession_changelist"))
 
     def delete_model(self, request: HttpRequest, obj: ChatSession) -> None:
-        snapshots.delete_chats([obj.pk])
+        """Raises an EngineError, as SessionBusy, which takes back what was written of the deletion."""
+        async_to_sync(lifecycle.delete)(None, obj.key_hash)
 
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[ChatSession]) -> None:
-        snapshots.delete_chats(queryset.values_list("pk", flat=True))
+        self.log_deletions(request, self._each(request, queryset, lifecycle.delete, "deleted"))
 
 
 @admin.register(Snapshot)
@@ -206,23 +259,67 @@ class KvLossAdmin(RecordAdmin):
         self.message_user(request, f"{count} are measured again once both quants are served.", messages.SUCCESS)
 
 
+class TurnList(ChangeList):
+    @cached_property
+    def first_tokens(self) -> str:
+        """How near the predictions came, of the last requests that the filters leave."""
+        latest = self.queryset.order_by("-started_at").values_list("first_token_s", "predicted_first_token_s")
+        return why_here.summary(latest[: why_here.MOST])
+
+
 @admin.register(Turn)
 class TurnAdmin(RecordAdmin):
     list_display = [
-        "request_id",
+        "short_id",
         "chat",
         "state",
-        "finish_reason",
-        "route",
         "engine",
+        "why",
+        "predicted",
+        "first_token",
+        "actual_to_predicted",
+        "is_background",
+        "route",
+        "finish_reason",
         "prompt_tokens",
         "cached_tokens",
         "completion_tokens",
-        "first_token_s",
         "tokens_per_s",
         "started_at",
     ]
-    list_filter = ["state", "route", "model_name", "engine"]
+    list_filter = ["state", "route", "is_background", "model_name", "engine"]
     search_fields = ["request_id", "error_code"]
     list_select_related = ["chat", "engine"]
+    list_before_template = "admin/first_tokens.html"
     date_hierarchy = "started_at"
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return TurnList
+
+    @admin.display(description="request", ordering="request_id")
+    def short_id(self, turn: Turn) -> str:
+        return str(turn.request_id)[:8]
+
+    @admin.display(description="why here")
+    def why(self, turn: Turn) -> str:
+        return str((turn.explanation or {}).get("why", ""))
+
+    @admin.display(description="predicted, s", ordering="predicted_first_token_s")
+    def predicted(self, turn: Turn) -> str:
+        return _seconds(turn.predicted_first_token_s)
+
+    @admin.display(description="first token, s", ordering="first_token_s")
+    def first_token(self, turn: Turn) -> str:
+        return _seconds(turn.first_token_s)
+
+    @admin.display(
+        description="actual / predicted",
+        ordering=F("first_token_s") / NullIf(F("predicted_first_token_s"), Value(0.0)),
+    )
+    def actual_to_predicted(self, turn: Turn) -> str:
+        times = why_here.ratio(turn.first_token_s, turn.predicted_first_token_s)
+        return "" if times is None else f"{times:.2f} ×"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3f}"

@@ -102,6 +102,7 @@ class Turn(models.Model):
         ordering = ["-started_at"]
         indexes = [
             models.Index(fields=["chat", "-started_at"], name="turn_by_chat"),
+            models.Index(fields=["started_at"], name="turn_by_start"),
             models.Index(fields=["state"], condition=models.Q(state="running"), name="turn_running"),
         ]
 

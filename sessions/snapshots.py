@@ -24,13 +24,14 @@ from engines.store_calls import StoreCaller
 from engines.wire_store import SnapshotEntry
 from pools.db import database_now
 from pools.events import Outage, publish_on_commit
-from sessions.models import ChatSession, Snapshot
+from sessions.models import ChatSession, Snapshot, Turn
 
 # A session's row may be on its way while its first snapshot is saved; an old one without a row belonged to a deleted session.
 UNKNOWN_GRACE_S = 600.0
 COMMAND_EXPIRES_S = 300.0
 NAMES_A_TASK = 200
 SESSIONS_AN_EXPIRY = 500
+TURNS_AN_EXPIRY = 2000
 MOST_EXPIRIES = 20
 _FINGERPRINT_DIGITS = 32
 _SESSION_KEY = re.compile(r"[0-9a-f]{64}")
@@ -257,6 +258,26 @@ def expire_chats() -> int:
             break
     if expired:
         logger.info("%d sessions expired", expired)
+    return expired
+
+
+def expire_turns() -> int:
+    """Delete what is kept of requests that ended HYDRA_SESSION_RETENTION days ago; returns how many. Bounded a call.
+
+    A conversation in daily use never expires, nor do those that gather requests without a name: their turns would only pile up.
+    """
+    limit = timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS)
+    # Ended later than it started: the first is for the index. One that runs has no end.
+    due = Turn.objects.filter(started_at__lt=limit, ended_at__lt=limit)
+    expired = 0
+    for _ in range(MOST_EXPIRIES):
+        oldest = due.order_by("started_at").values("pk")[:TURNS_AN_EXPIRY]
+        gone, _by_model = due.filter(pk__in=oldest).delete()
+        expired += gone
+        if gone < TURNS_AN_EXPIRY:
+            break
+    if expired:
+        logger.info("%d requests' records expired", expired)
     return expired
 
 

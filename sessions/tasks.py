@@ -34,8 +34,9 @@ def sweep_leases() -> None:
 
 @shared_task(ignore_result=True)
 def expire_sessions() -> None:
-    """Delete conversations that nobody has used for long."""
+    """Delete conversations that nobody has used for long, and what is kept of requests as old in those that go on."""
     snapshots.expire_chats()
+    snapshots.expire_turns()
 
 
 @shared_task(ignore_result=True)
