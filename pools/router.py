@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pools.router_cost import solo
 from pools.router_plan import Candidate, Explanation, Plan, Reason, Refusal, Why
 from pools.router_split import add_split, gains_too_little
-from pools.router_views import READY, CombinedView, EngineView, PoolView, RequestView
+from pools.router_views import CombinedView, EngineView, PoolView, RequestView
 
 # A warm session moves if that saves at least so many seconds, and this share of what staying costs.
 MOVE_GAIN_S = 0.25
@@ -87,16 +87,8 @@ def _refusal(request: RequestView, engine: EngineView) -> Refusal | None:
         return Refusal("solo", engine.name, Reason.FORCED)
     if engine.model != request.model:
         return Refusal("solo", engine.name, Reason.MODEL, engine.model)
-    if request.allowed_models is not None and engine.model not in request.allowed_models:
-        return Refusal("solo", engine.name, Reason.ALLOWED, engine.model)
-    if engine.state != READY and engine.load_s <= 0.0:
-        return Refusal("solo", engine.name, Reason.STATE, engine.state)
-    if engine.tenants is not None and request.tenant not in engine.tenants:
-        return Refusal("solo", engine.name, Reason.TENANT)
     if not request.needs <= engine.features:
         return Refusal("solo", engine.name, Reason.FEATURES, ", ".join(sorted(request.needs - engine.features)))
-    if engine.quality < request.least_quality:
-        return Refusal("solo", engine.name, Reason.QUALITY, f"{engine.quality} of {request.least_quality}")
     if prompt_tokens >= engine.context_tokens:
         return Refusal("solo", engine.name, Reason.CONTEXT, f"{tokens} of {engine.context_tokens} tokens")
     if min(tokens, engine.context_tokens) > engine.cells:

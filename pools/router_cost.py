@@ -86,7 +86,6 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
     crowding = engine.crowd * engine.neighbours
     terms = Terms(
         queue_s=queue_s(engine, sent, line, missing_tokens),
-        load_s=engine.load_s,
         restore_s=reuse.restore_s,
         prefill_s=prefill_s,
         decode_s=output * step_s * (1.0 + crowding) + stalls_s(engine, line, output),
@@ -99,7 +98,7 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
         drift_s=(engine.drift - 1.0) * (prefill_s + step_s),
         crowd_s=crowding * engine.drift * (prefill_s + step_s),
     )
-    first_token_s = terms.queue_s + terms.load_s + terms.restore_s + prefill_s + step_s + terms.beside_s
+    first_token_s = terms.queue_s + terms.restore_s + prefill_s + step_s + terms.beside_s
     return Candidate(
         "solo",
         engine.engine_id,
@@ -137,7 +136,6 @@ def prefill_and_decode(
     travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
     terms = Terms(
         queue_s=at_first.terms.queue_s,
-        load_s=max(at_first.terms.load_s, second.load_s),
         # Blocks leave as they are finished: what is left then is what travelling takes longer, and the recurrent state.
         restore_s=at_first.terms.restore_s
         + max(0.0, travel_s - prefill_s)

@@ -13,12 +13,8 @@ class Reason(Enum):
     """Why an engine is no candidate. The values are for people."""
 
     MODEL = "it serves another model"
-    ALLOWED = "the key is not allowed this model"
-    STATE = "it is not ready"
     CONTEXT = "prompt and answer do not fit its context"
     FEATURES = "it lacks what the request needs"
-    QUALITY = "its weights are below the asked-for quality"
-    TENANT = "it is kept for others"
     MEMORY = "its KV memory cannot hold prompt and answer"
     QUEUE = "its waiting line is full"
     FORCED = "the operator asked for another engine"
@@ -53,7 +49,6 @@ class Terms:
     """
 
     queue_s: float = 0.0
-    load_s: float = 0.0
     restore_s: float = 0.0
     fixed_s: float = 0.0
     wake_s: float = 0.0
@@ -73,7 +68,6 @@ class Terms:
     def total_s(self) -> float:
         return (
             self.queue_s
-            + self.load_s
             + self.restore_s
             + self.prefill_s
             + self.decode_s
@@ -114,7 +108,7 @@ class Candidate:
     def step_s(self) -> float:
         """What of the first token's time is no term: the step that it falls out of."""
         terms = self.terms
-        return self.first_token_s - (terms.queue_s + terms.load_s + terms.restore_s + terms.prefill_s + terms.beside_s)
+        return self.first_token_s - (terms.queue_s + terms.restore_s + terms.prefill_s + terms.beside_s)
 
     def to_dict(self) -> dict[str, Any]:
         terms = {name: round(getattr(self.terms, name), 6) for name in Terms.__slots__}

@@ -15,7 +15,6 @@ Mode = Literal["solo", "pd", "combined"]
 # on one engine, so that the others have theirs.
 RunMode = Literal["auto", "fast", "concurrency"]
 RUN_MODES: tuple[RunMode, ...] = ("auto", "fast", "concurrency")
-READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +62,16 @@ class DecodeRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One engine as last measured. Of its `resident_tokens` those who decode hold `own_tokens`; `pending_tokens` are what each
-    prompt before its first token still has to compute.
+    """One engine that serves, as last measured. Of its `resident_tokens` those who decode hold `own_tokens`; `pending_tokens` are
+    what each prompt before its first token still has to compute.
 
     `kv_group` names the engines that may share KV ("" none). `idle_tokens` and `idle_s` tell of the conversation that a new
     request would push out of its slot (0: an empty slot is left). `request_s` is how long a request holds a slot on average,
-    `load_s` what must pass before it can serve at all, `chunk_s` a piece of a prompt between two steps of the others. `variant`
-    names its weights; `kv_token_bytes` and `kv_part_bytes` are a token's KV and a recurrent state as they travel (0: unknown);
-    `streams_kv`: a request may come to it, or leave it, while it runs. First tokens took `fixed_s` beside all that, `drift` times
-    what these rates say, and `wake_s` more because the engine is idle (0: it is not); `crowd` times more for each of the
-    `neighbours`, which are engines at work on the same device.
+    `chunk_s` a piece of a prompt between two steps of the others. `variant` names its weights; `kv_token_bytes` and
+    `kv_part_bytes` are a token's KV and a recurrent state as they travel (0: unknown); `streams_kv`: a request may come to it, or
+    leave it, while it runs. First tokens took `fixed_s` beside all that, `drift` times what these rates say, and `wake_s` more
+    because the engine is idle (0: it is not); `crowd` times more for each of the `neighbours`, which are engines at work on the
+    same device.
     """
 
     engine_id: int
@@ -84,7 +83,6 @@ class EngineView:
     slots: int
     context_tokens: int
     cells: int
-    state: str = READY
     free_slots: int = 0
     decoding: int = 0
     resident_tokens: int = 0
@@ -93,19 +91,16 @@ class EngineView:
     queue_length: int = 0
     queue_limit: int = 64
     request_s: float = 0.0
-    load_s: float = 0.0
     chunk_s: float = 0.0
     idle_tokens: int = 0
     idle_s: float = 0.0
     features: frozenset[str] = frozenset({"text"})
-    quality: int = 0
     kv_group: str = ""
     resumes: bool = False
     streams_kv: bool = False
     variant: int = 0
     kv_token_bytes: float = 0.0
     kv_part_bytes: float = 0.0
-    tenants: frozenset[str] | None = None
     fixed_s: float = 0.0
     wake_s: float = 0.0
     drift: float = 1.0
@@ -177,12 +172,11 @@ class PoolView:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """One request. `session` and `tenant` are opaque; `prefix_keys` name its beginnings, the longest first.
+    """One request. `session` is opaque; `prefix_keys` name its beginnings, the longest first.
 
     `prompt_tokens` and `output_tokens` are what is expected, `sure_prompt_tokens` what the prompt has at least where that is a
     guess (0: it is none), `most_output_tokens` what was asked for. `home` is the engine that answered the session last.
-    `allowed_models` None means all. A `background` request is one nobody will go on with; one that is not `movable` ends where
-    it began.
+    A `background` request is one nobody will go on with; one that is not `movable` ends where it began.
     """
 
     model: str
@@ -191,12 +185,9 @@ class RequestView:
     most_output_tokens: int = 0
     sure_prompt_tokens: int = 0
     session: str = ""
-    tenant: str = ""
     prefix_keys: tuple[str, ...] = ()
     home: int | None = None
     needs: frozenset[str] = frozenset()
-    allowed_models: frozenset[str] | None = None
-    least_quality: int = 0
     background: bool = False
     force_mode: Mode | None = None
     force_engine: int | None = None

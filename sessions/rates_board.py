@@ -254,7 +254,7 @@ class RatesBoard:
             self._learn_links(endpoint.host_name, known.rates, rates)
             known.rates, known.taken_s = rates, time.monotonic()
             known.sent = [entry for entry in known.sent if entry[0] > asked_s - ON_ITS_WAY_S]
-            if rates.decoding or rates.pending_tokens:
+            if rates is not None and (rates.decoding or rates.pending_tokens):
                 known.worked_s = known.taken_s
         finally:
             known.asking = None

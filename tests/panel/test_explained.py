@@ -27,11 +27,14 @@ def a_candidate(mode: str, cost_s: float, **terms: float) -> dict[str, Any]:
 
 
 def test_of_two_forms_of_one_engine_only_the_chosen_one_is_marked() -> None:
-    solo, pd = a_candidate("solo", 4.0, prefill_s=4.0), a_candidate("pd", 10.0, load_s=2.5, decode_s=7.5, queue_s=0.0)
+    solo, pd = (
+        a_candidate("solo", 4.0, prefill_s=4.0),
+        a_candidate("pd", 10.0, restore_s=2.5, decode_s=7.5, queue_s=0.0),
+    )
     entry = explained(a_turn({"why": "w", "chosen": solo, "candidates": [solo, pd], "refusals": []}))
     assert [(choice.is_chosen, choice.dearer_s) for choice in entry.choices] == [(True, None), (False, 6.0)]
     assert [(part.name, part.x, part.width) for part in entry.choices[1].parts] == [
-        ("load", "0.00%", "25.00%"),
+        ("restore", "0.00%", "25.00%"),
         ("decode", "25.00%", "75.00%"),
     ]
     assert [(part.name, part.x, part.width) for part in entry.happened] == [
@@ -48,7 +51,7 @@ def test_what_was_not_kept_or_has_not_happened_is_left_out() -> None:
 
 
 def test_nothing_could_be_chosen() -> None:
-    refusal = {"engine": "a", "mode": "solo", "reason": "it is not ready", "detail": ""}
+    refusal = {"engine": "a", "mode": "solo", "reason": "its waiting line is full", "detail": ""}
     entry = explained(a_turn({"why": "no engine can take it", "chosen": None, "candidates": [], "refusals": [refusal]}))
     assert entry.refusals == (refusal,)
 

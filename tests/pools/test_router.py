@@ -56,15 +56,12 @@ engines = st.builds(
     pending_tokens=st.lists(st.integers(1, 50_000), max_size=4).map(tuple),
     queue_length=st.integers(0, 80),
     request_s=st.floats(0, 60),
-    load_s=st.sampled_from((0.0, 0.0, 30.0)),
-    state=st.sampled_from(("ready", "ready", "ready", "unhealthy")),
     chunk_s=st.sampled_from((0.0, 0.4)),
     idle_tokens=st.integers(0, 40_000),
     idle_s=st.floats(0, 4_000),
     context_tokens=st.sampled_from((4_096, 131_072)),
     cells=st.sampled_from((2_048, 400_000)),
     features=st.sampled_from((frozenset({"text"}), frozenset({"text", "vision"}))),
-    tenants=st.sampled_from((None, frozenset({"ann"}))),
     streams_kv=st.booleans(),
     variant=st.integers(0, 2),
 )
@@ -73,10 +70,8 @@ requests = st.builds(
     TOKENS,
     st.integers(1, 4_000),
     session=st.sampled_from(("", "s")),
-    tenant=st.sampled_from(("", "ann")),
     home=st.one_of(st.none(), st.integers(1, 12)),
     needs=st.sampled_from((frozenset(), frozenset({"vision"}))),
-    allowed_models=st.sampled_from((None, frozenset({MODEL}), frozenset({"other"}))),
     background=st.booleans(),
     force_mode=st.sampled_from((None, None, None, "solo", "pd", "combined")),
 )
@@ -97,9 +92,6 @@ def refused_everywhere(asked: RequestView, one: EngineView) -> bool:
     """The rules of feasibility, said a second time."""
     return (
         one.model != asked.model
-        or (asked.allowed_models is not None and one.model not in asked.allowed_models)
-        or (one.state != "ready" and not one.load_s)
-        or (one.tenants is not None and asked.tenant not in one.tenants)
         or not asked.needs <= one.features
         or asked.prompt_tokens >= one.context_tokens
         or min(asked.prompt_tokens + asked.output_tokens, one.context_tokens) > one.cells
@@ -152,7 +144,7 @@ def test_the_same_question_has_the_same_answer_in_whatever_order_engines_are_lis
 @settings(max_examples=100, deadline=None)
 @given(requests, pools(), st.floats(1.2, 30))
 def test_of_two_equal_engines_the_faster_is_cheaper(asked: RequestView, pool: PoolView, faster: float) -> None:
-    asked = replace(asked, home=None, force_mode=None, needs=frozenset(), allowed_models=None)
+    asked = replace(asked, home=None, force_mode=None, needs=frozenset())
     slow, fast = engine(1), engine(2, speed=faster)
     routed = route(asked, PoolView((slow, fast)))
     assert routed.plan is not None
@@ -336,8 +328,9 @@ def test_rates_are_read_between_their_measurements() -> None:
 
 
 def test_an_explanation_is_json_with_every_term() -> None:
-    pool = PoolView((engine(1), engine(2, state="failed")))
-    values = route(request(), pool).explanation.to_dict()
+    pool = PoolView((engine(1), engine(2, features=frozenset())))
+    values = route(request(needs=frozenset({"text"})), pool).explanation.to_dict()
     assert set(values["chosen"]["terms"]) == set(Terms.__slots__)
-    assert values["refusals"] == [{"mode": "solo", "engine": "e2", "reason": "it is not ready", "detail": "failed"}]
+    lacking = {"mode": "solo", "engine": "e2", "reason": "it lacks what the request needs", "detail": "text"}
+    assert values["refusals"] == [lacking]
     assert solo(request(), pool.engines[0], pool).cost_s > 0
