@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class EngineError(Exception):
-    """A failure with everything an HTTP answer needs: code, status, hint and whether a retry makes sense."""
+    """A failure with everything an HTTP answer needs: code, status, hint and whether a retry makes sense.
+
+    The site adds the id of the request that it belongs to, and where no engine was chosen what was weighed.
+    """
 
     code = "engine_error"
     http_status = 500
@@ -13,6 +18,8 @@ class EngineError(Exception):
     hint: str | None = None
     retry_after_s: int | None = None
     loading: dict[str, object] | None = None
+    request_id: str = ""
+    explanation: dict[str, Any] | None = None
 
     def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
         super().__init__(message)

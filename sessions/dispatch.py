@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from django.db import Error as DatabaseError
 
 from engines import loading
-from engines.errors import NoEngineReady
+from engines.errors import EngineError, NoEngineReady
 from engines.services import EngineEndpoint, ready_engines
 from pools.db import in_db_within
 from pools.router import Routed, route
@@ -28,6 +28,7 @@ from sessions.identity import Identity
 from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
+from sessions.services import SessionPlace
 from sessions.session_places import SessionPlaces
 from sessions.split_terms import KvLosses, is_movable, run_mode
 
@@ -134,7 +135,8 @@ class Dispatched:
 
     `session` is "" for a request that is kept off conversations. `stores` are addresses of other hosts' stores that the engine
     may read the conversation from. `decode` is the engine that takes the request over once its prompt is computed, of
-    `decode_limit` requests at most; None where one engine does all of it.
+    `decode_limit` requests at most; None where one engine does all of it. `seen_wanted_engine_id` is the engine that a person
+    wanted the conversation on, whatever came of that.
     """
 
     endpoint: EngineEndpoint
@@ -146,6 +148,7 @@ class Dispatched:
     stores: tuple[str, ...] = ()
     decode: EngineEndpoint | None = None
     decode_limit: int = 0
+    seen_wanted_engine_id: int | None = None
 
     @property
     def mode(self) -> Mode:
@@ -195,7 +198,7 @@ class Dispatcher:
         self.watch.used(call.model)
         is_background = wishes.background or call.hints.background
         session = identity.key_hash if call.is_conversation and not is_background else ""
-        request, held, snapshots = await self._request(call, identity, session, endpoints)
+        request, held, place = await self._request(call, identity, session, endpoints)
         request = replace(request, background=is_background, **self._forced(wishes, endpoints))
         if without:
             # What has failed once is not shared again, whoever asked for that.
@@ -205,19 +208,20 @@ class Dispatcher:
         prefixes = self.hints.tokens(identity.owner.scope, call.hints.chain)
         losses = await self.kv_losses.among(endpoints)
         pool = self.board.view(
-            endpoints, held=held, session=session, prefixes=prefixes, snapshots=snapshots, kv_losses=losses
+            endpoints, held=held, session=session, prefixes=prefixes, snapshots=place.snapshots, kv_losses=losses
         )
         routed = route(request, pool)
         if routed.plan is None and request.force_engine is not None and not wishes.engine_name:
             # Where a person moved the session to cannot take it now.
             request = replace(request, force_engine=None)
             routed = route(request, pool)
-        return self._dispatched(routed, request, endpoints, session, snapshots, wishes)
+        sent = self._dispatched(routed, request, endpoints, session, place.snapshots, wishes)
+        return replace(sent, seen_wanted_engine_id=place.wanted_engine_id)
 
     async def _request(
         self, call: EngineCall, identity: Identity, session: str, endpoints: Sequence[EngineEndpoint]
-    ) -> tuple[RequestView, dict[int, int], tuple[SnapshotView, ...]]:
-        """The request as the router takes it, what this process knows its engine to hold, and the conversation's snapshots."""
+    ) -> tuple[RequestView, dict[int, int], SessionPlace]:
+        """The request as the router takes it, what this process knows its engine to hold, and what the rows say of it."""
         hints, model = call.hints, endpoints[0].model_name
         prompt_tokens, sure_tokens = self._prompt_tokens(identity.owner.scope, call, model)
         request = RequestView(
@@ -227,14 +231,13 @@ class Dispatcher:
             hints.most_output_tokens or 0,
             sure_tokens,
             session=session,
-            tenant=identity.owner.tenant,
             prefix_keys=("chain",),
             needs=hints.needs,
             run_mode=run_mode(endpoints),
             movable=is_movable(call, session),
         )
         if not session:
-            return request, {}, ()
+            return request, {}, SessionPlace()
         recent = self.places.recent(session)
         if recent is not None and any(endpoint.engine_id == recent.engine_id for endpoint in endpoints):
             endpoint = next(endpoint for endpoint in endpoints if endpoint.engine_id == recent.engine_id)
@@ -243,19 +246,19 @@ class Dispatcher:
             # may read it there.
             if held != 0:
                 tokens = {recent.engine_id: recent.tokens if held is None else held}
-                here = replace(request, home=recent.engine_id)
                 if self.board.has_room(endpoint):
-                    return here, tokens, ()
-                return here, tokens, (await self.places.look_up(session)).snapshots
+                    place = SessionPlace(wanted_engine_id=await self.places.wanted(session))
+                else:
+                    place = await self.places.look_up(session)
+                forced = _wanted_of(place, endpoints)
+                return replace(request, home=recent.engine_id, force_engine=forced), tokens, place
         told = {endpoint.engine_id: self.board.holds(endpoint, session) for endpoint in endpoints}
         warm = [(tokens, engine_id) for engine_id, tokens in told.items() if tokens]
         if len(hints.chain) <= 1 and not warm:
-            return request, {}, ()
+            return request, {}, SessionPlace()
         place = await self.places.look_up(session)
-        wanted = place.wanted_engine_id
         home = max(warm)[1] if warm else place.engine_id
-        forced = wanted if any(endpoint.engine_id == wanted for endpoint in endpoints) else None
-        return replace(request, home=home, force_engine=forced), {}, place.snapshots
+        return replace(request, home=home, force_engine=_wanted_of(place, endpoints)), {}, place
 
     def _prompt_tokens(self, scope: str, call: EngineCall, model: str) -> tuple[int, int]:
         """From the longest beginning whose tokens an answer has told, and a guess for the rest; and how many it has at least."""
@@ -315,13 +318,17 @@ class Dispatcher:
         """Raises where no engine can take the request whatever its real length."""
         reasons = {refusal.reason for refusal in routed.explanation.refusals}
         if reasons and reasons <= {Reason.QUEUE, *_FORMS}:
-            if Reason.QUEUE in reasons:
-                raise self.busy(request.model)
             why = "; ".join(sorted({reason.value for reason in reasons & _NO_SPLIT}))
-            raise NoEngineReady(
-                f"No engine can answer in the form that was asked for{': ' if why else ''}{why}.",
-                hint="Leave the form open.",
+            error: EngineError = (
+                self.busy(request.model)
+                if Reason.QUEUE in reasons
+                else NoEngineReady(
+                    f"No engine can answer in the form that was asked for{': ' if why else ''}{why}.",
+                    hint="Leave the form open.",
+                )
             )
+            error.explanation = routed.explanation.to_dict()
+            raise error
 
     def busy(self, model: str) -> PoolBusy:
         """All lines are full: until the first place is free."""
@@ -348,6 +355,12 @@ class Dispatcher:
         self.ready.forget()
         self.board.forget(endpoint)
         self.hints.forget(endpoint.engine_id)
+
+
+def _wanted_of(place: SessionPlace, endpoints: Sequence[EngineEndpoint]) -> int | None:
+    """The engine that a person wants the conversation on, where it is one of these."""
+    wanted = place.wanted_engine_id
+    return wanted if any(endpoint.engine_id == wanted for endpoint in endpoints) else None
 
 
 def _stores(chosen: EngineEndpoint, routed: Routed, snapshots: Sequence[SnapshotView]) -> tuple[str, ...]:

@@ -56,7 +56,8 @@ class Failover:
         if not self._journal.failure:
             await written(engines.suspect, lost)
         dispatcher().lost(lost)
-        return await self.placed(lost)
+        async with request.in_time():
+            return await self.placed(lost)
 
     async def placed(self, lost: EngineEndpoint | None = None, from_event: int | None = None) -> aiohttp.ClientResponse:
         """The same at whatever engine can take it, `lost` one excepted for now. Waits for one, within bounds."""

@@ -45,6 +45,8 @@ class KeptStream:
         self.path = path
         # Its events come once more, up to those that the client has had from another replica.
         self.is_rewritten = is_rewritten
+        # Which request it answers: a retry under the same key reads it too.
+        self.idempotency, self.body_hash = "", ""
         self.created_at = time.time()
         self.state: State = "opening"
         self.answer: EngineAnswer | None = None

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from engines import loading
-from engines.errors import EngineError, ModelLoading
+from engines.errors import DeadlineExceeded, EngineError, ModelLoading
 from pools.db import in_db
 from sessions.engine_call import EngineCall
 from sessions.per_loop import PerLoop
@@ -26,6 +27,7 @@ PING_S = 2.0
 WAIT_LIMIT_S = 1200.0
 
 Ask = Callable[[], Awaitable[EngineAnswer]]
+GaveUp = Callable[[EngineError], None]
 
 
 class LoadBoard:
@@ -67,16 +69,43 @@ class LoadBoard:
 load_board = PerLoop(LoadBoard)
 
 
-async def answered(call: EngineCall, ask: Ask, tell: Callable[[dict[str, object]], Awaitable[None]]) -> EngineAnswer:
-    """The answer, as soon as an engine can give one; `tell` hears every PING_S how far its model is. Raises as `ask` does."""
-    deadline_s = time.monotonic() + WAIT_LIMIT_S
+async def answered(
+    call: EngineCall,
+    ask: Ask,
+    tell: Callable[[dict[str, object]], Awaitable[None]],
+    gave_up: GaveUp = lambda _error: None,
+    *,
+    deadline_s: float = math.inf,
+) -> EngineAnswer:
+    """The answer, as soon as an engine can give one; `tell` hears every PING_S how far its model is. Raises as `ask` does.
+
+    `gave_up` hears of what ended the waiting while nobody was asked. Loading is a part of the request's time, which is up at
+    `deadline_s` (monotonic): then it raises DeadlineExceeded.
+    """
+    limit_s = time.monotonic() + WAIT_LIMIT_S
     while True:
         try:
             return await ask()
         except ModelLoading as still:
-            if time.monotonic() > deadline_s:
+            try:
+                async with asyncio.timeout(max(0.0, min(deadline_s, limit_s) - time.monotonic())) as patience:
+                    await _loaded(call.model, still.loading, tell)
+            except EngineError as error:
+                gave_up(error)
                 raise
-            await _loaded(call.model, still.loading, tell)
+            except TimeoutError:
+                if not patience.expired():
+                    raise
+                late = still if limit_s < deadline_s else _time_up()
+                gave_up(late)
+                raise late from None
+
+
+def _time_up() -> EngineError:
+    return DeadlineExceeded(
+        "The request's time was up before its model was loaded.",
+        hint="Give it more time with X-Hydra-Timeout, or send it again when the model is there.",
+    )
 
 
 async def _loaded(
@@ -95,7 +124,14 @@ async def _loaded(
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-async def frames(call: EngineCall, ask: Ask, first: ModelLoading) -> AsyncIterator[bytes]:
+async def frames(
+    call: EngineCall,
+    ask: Ask,
+    first: ModelLoading,
+    gave_up: GaveUp = lambda _error: None,
+    *,
+    deadline_s: float = math.inf,
+) -> AsyncIterator[bytes]:
     """A streamed answer's frames, and before them comments while its model is loaded; a failure is its last frame."""
     queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=8)
     yield comment(first.loading)
@@ -103,7 +139,7 @@ async def frames(call: EngineCall, ask: Ask, first: ModelLoading) -> AsyncIterat
     async def tell(news: dict[str, object]) -> None:
         await queue.put(comment(news))
 
-    opening = asyncio.ensure_future(answered(call, ask, tell))
+    opening = asyncio.ensure_future(answered(call, ask, tell, gave_up, deadline_s=deadline_s))
     answer: EngineAnswer | None = None
     try:
         while not opening.done():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
@@ -17,9 +18,11 @@ from typing import Any
 from engines.errors import EngineError
 from sessions import load_wait
 from sessions.dialects import CHAT
+from sessions.dispatch import REQUEST_BUDGET_S
 from sessions.engine_call import EngineCall
 from sessions.identity import Identity
 from sessions.relay import EngineAnswer, ask_engine
+from sessions.request_timeline import tell_refused
 
 GATHER_S = 0.03
 WINDOW = 32
@@ -80,8 +83,11 @@ class PlaygroundRun:
 
     async def _open(self, call: EngineCall) -> EngineAnswer | None:
         """The answer as it begins to come, or None when it was stopped before an engine took it."""
-        ask = partial(ask_engine, call, self._identity, source="playground")
-        opening = asyncio.create_task(load_wait.answered(call, ask, self._tell_loading))
+        request_id = uuid.uuid4()
+        ask = partial(ask_engine, call, self._identity, source="playground", request_id=request_id, may_wait=True)
+        ask, deadline_s = partial(ask, since_s=self._started_s), self._started_s + REQUEST_BUDGET_S
+        gave_up = partial(tell_refused, call, self._identity, request_id, arrived_s=self._started_s)
+        opening = asyncio.create_task(load_wait.answered(call, ask, self._tell_loading, gave_up, deadline_s=deadline_s))
         stopped = asyncio.create_task(self._stopped.wait())
         try:
             await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)

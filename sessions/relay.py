@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import aiohttp
 
-from engines.errors import EngineError, EngineUnreachable
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, ModelLoading
 from sessions.choices import ChatSource, TurnState
 from sessions.dispatch import NO_WISHES, Dispatched, Wishes
 from sessions.engine_call import EngineCall
 from sessions.failover import Failover
 from sessions.identity import Identity
-from sessions.relayed_request import RelayedRequest, bounded, dispatcher, send
+from sessions.relayed_request import RelayedRequest, bounded, dispatcher, send, time_up
+from sessions.request_timeline import tell_refused
 from sessions.services import TurnStart
 from sessions.split import Split
 from sessions.stream_journal import StreamJournal
@@ -59,6 +60,8 @@ class EngineAnswer:
         self._response = response
         self._record = request.record
         self._closed = False
+        self._is_late = False
+        self._ending = asyncio.get_running_loop().call_later(request.patience_s, self._end_reading)
         self._follower = request.follower()
         self._journal = journal or StreamJournal()
         self._journal.on_move = lambda frame: self._follower.heard(frame)
@@ -120,7 +123,7 @@ class EngineAnswer:
                     yield frames
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 lost = error
-            if self._follower.moved or (lost is not None and self._follower.expects):
+            if not self._is_late and (self._follower.moved or (lost is not None and self._follower.expects)):
                 try:
                     await self._go_along()
                     continue
@@ -128,6 +131,9 @@ class EngineAnswer:
                     lost = lost or error
             if self._journal.is_closed or not (lost or self._journal.is_cut):
                 break
+            if self._is_late:
+                yield self._broken(time_up())
+                return
             failing_over = asyncio.create_task(self._failover.go_on(), name=f"failover-{self.request_id}")
             try:
                 while not (await asyncio.wait((failing_over,), timeout=PING_S))[0]:
@@ -165,7 +171,8 @@ class EngineAnswer:
 
     async def _go_along(self) -> None:
         """Read on at the engine that the generation moved to. Raises an EngineError where it did not get there."""
-        arrived = await self._follower.arrived()
+        async with self._request.in_time():
+            arrived = await self._follower.arrived()
         self._response.close()
         self._response, self.engine = arrived.response, arrived.endpoint
         self._journal.goes_on()
@@ -191,8 +198,11 @@ class EngineAnswer:
         try:
             body = await bounded(self._response, MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._record.end(TurnState.FAILED, EngineUnreachable.code)
-            raise EngineUnreachable("The engine went away before it had answered.") from error
+            gone = EngineUnreachable("The engine went away before it had answered.")
+            failure: EngineError = time_up() if self._is_late else gone
+            self._record.end(TurnState.FAILED, failure.code)
+            failure.request_id = str(self.request_id)
+            raise failure from error
         if len(body) > READ_INLINE_BYTES:
             await asyncio.to_thread(self._record.saw_answer, body)
         else:
@@ -205,6 +215,7 @@ class EngineAnswer:
         if self._closed:
             return
         self._closed = True
+        self._ending.cancel()
         self._follower.close()
         self._request.leave()
         self._record.end(TurnState.DONE if self._record.is_finished else TurnState.CANCELLED)
@@ -217,9 +228,22 @@ class EngineAnswer:
     def _died(self, lost: Exception | None, nobody: BaseException | None) -> bytes:
         """The end of a stream that nobody goes on with."""
         logger.warning("engine %s was lost in the middle of an answer (%r), and %r", self.engine.name, lost, nobody)
+        if isinstance(nobody, DeadlineExceeded):
+            return self._broken(nobody)
         error = EngineUnreachable("The engine went away in the middle of the answer.", hint="Send the request again.")
         self._record.end(TurnState.FAILED, error.code)
         return self._journal.held() or self._record.lost_frame(error)
+
+    def _broken(self, error: EngineError) -> bytes:
+        """What is left to be shown of a stream that its engine did not end, and why it ends."""
+        self._record.end(TurnState.FAILED, error.code)
+        return self._journal.held() + self._record.lost_frame(error)
+
+    def _end_reading(self) -> None:
+        """The request's time is up and its engine has not ended it: whoever reads waits no longer."""
+        logger.warning("engine %s has not ended request %s in time", self.engine.name, self.request_id)
+        self._is_late = True
+        self._response.content.set_exception(TimeoutError("The request's time is up."))
 
 
 def _let_go(failing_over: asyncio.Task[aiohttp.ClientResponse]) -> None:
@@ -235,22 +259,39 @@ async def ask_engine(
     request_id: uuid.UUID | None = None,
     wishes: Wishes = NO_WISHES,
     idempotency: str = "",
+    may_wait: bool = False,
+    headers_sent_s: float | None = None,
+    since_s: float | None = None,
 ) -> EngineAnswer:
     """Send a request to the engine that the router chooses, and return its answer as it begins to come.
 
-    Raises ModelNotFound, NoEngineReady, EngineUnreachable, PoolBusy, RequestInProgress, or EngineRefused with what the engine
-    answered.
+    With `may_wait` ModelLoading is no end of the request, which is asked again; its event is then still to come.
+    `headers_sent_s` (monotonic) is when the headers of such a stream left, `since_s` when its budget of time began, if not now;
+    the turn's own times are from now on. Raises ModelNotFound, NoEngineReady,
+    EngineUnreachable, PoolBusy, RequestInProgress, or EngineRefused with what the engine answered.
     """
     arrived_s = time.monotonic()
     request_id = request_id or uuid.uuid4()
-    sent = await dispatcher().choose(call, identity, wishes)
+    try:
+        sent = await dispatcher().choose(call, identity, wishes)
+    except Exception as error:
+        if not (may_wait and isinstance(error, ModelLoading)):
+            is_background = wishes.background or call.hints.background
+            tell_refused(
+                call, identity, request_id, error,
+                arrived_s=arrived_s, is_background=is_background, headers_sent_s=headers_sent_s,
+            )  # fmt: skip
+        raise
     # Written before the engine is asked: an answer in one piece begins to come only when it is done.
-    record = TurnRecord(_start(call, identity, source, request_id, sent, wishes), arrived_s, call.dialect)
+    start = _start(call, identity, source, request_id, sent, wishes)
+    record = TurnRecord(start, arrived_s, call.dialect, headers_sent_s)
     record.mark("routed_s")
-    request = RelayedRequest(call, identity, request_id, sent, record, wishes, arrived_s, idempotency)
+    began_s = arrived_s if since_s is None else since_s
+    request = RelayedRequest(call, identity, request_id, sent, record, wishes, began_s, idempotency)
     try:
         response = await send(request)
     except EngineError as error:
+        error.request_id = str(request_id)
         record.end(TurnState.FAILED, error.code)
         raise
     except Exception:
@@ -264,19 +305,31 @@ async def ask_engine(
 
 
 async def resume(
-    call: EngineCall, identity: Identity, request_id: uuid.UUID, journal: StreamJournal, elapsed_s: float
+    call: EngineCall,
+    identity: Identity,
+    request_id: uuid.UUID,
+    journal: StreamJournal,
+    elapsed_s: float,
+    *,
+    wishes: Wishes = NO_WISHES,
+    idempotency: str = "",
 ) -> EngineAnswer:
     """The answer to a request that another replica had, from its first event on; it came there `elapsed_s` ago.
 
     Raises as `ask_engine` does.
     """
     arrived_s = time.monotonic() - elapsed_s
-    sent = await dispatcher().choose(call, identity)
-    start = _start(call, identity, "api", request_id, sent, NO_WISHES, resumed=True)
-    record = TurnRecord(start, arrived_s, call.dialect)
-    request = RelayedRequest(call, identity, request_id, sent, record, NO_WISHES, arrived_s)
     try:
-        response = await Failover(request, journal).placed(from_event=0)
+        sent = await dispatcher().choose(call, identity, wishes)
+    except Exception as error:
+        tell_refused(call, identity, request_id, error, arrived_s=arrived_s, is_background=call.hints.background)
+        raise
+    start = _start(call, identity, "api", request_id, sent, wishes, resumed=True)
+    record = TurnRecord(start, arrived_s, call.dialect)
+    request = RelayedRequest(call, identity, request_id, sent, record, wishes, arrived_s, idempotency)
+    try:
+        async with request.in_time():
+            response = await Failover(request, journal).placed(from_event=0)
     except BaseException as error:
         request.leave()
         record.end(TurnState.FAILED, error.code if isinstance(error, EngineError) else "internal_error")
@@ -308,4 +361,5 @@ def _start(
         predicted_first_token_s=plan.first_token_s if plan is not None else None,
         request_bytes=len(call.raw),
         resumed=resumed,
+        seen_wanted_engine_id=sent.seen_wanted_engine_id,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -33,6 +36,8 @@ MOST_MOVES = 16
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
 BUDGET_HEADER = "X-Hydra-Budget-S"
 MAX_STORES = 4
+# An engine ends a request itself when its time is up, between two steps. One that does not has frozen.
+GRACE_S = 5.0
 
 logger = logging.getLogger(__name__)
 dispatcher = PerLoop(Dispatcher)
@@ -64,8 +69,24 @@ class RelayedRequest:
         """What is left of the request's time. Raises DeadlineExceeded when that is over."""
         left_s = self.wishes.budget_s - (time.monotonic() - self.arrived_s)
         if left_s <= 0:
-            raise DeadlineExceeded("The request's time was up before an engine had answered.")
+            raise time_up()
         return left_s
+
+    @property
+    def patience_s(self) -> float:
+        """How long the site still waits for the engine, which is to end the request by itself before that."""
+        return max(0.0, self.wishes.budget_s + GRACE_S - (time.monotonic() - self.arrived_s))
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """Bounds what is done within by that. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(self.patience_s) as patience:
+                yield
+        except TimeoutError as error:
+            if not patience.expired():
+                raise
+            raise time_up() from error
 
     async def take_place(self) -> None:
         """Lease a place on the chosen engine, or on the one where the session runs. Raises PoolBusy or RequestInProgress."""
@@ -176,6 +197,13 @@ class RelayedRequest:
         return True
 
 
+def time_up() -> DeadlineExceeded:
+    return DeadlineExceeded(
+        "The request's time was up before an engine had answered.",
+        hint="Give it more time with X-Hydra-Timeout, or send it again when the pool is less busy.",
+    )
+
+
 async def send(request: RelayedRequest) -> aiohttp.ClientResponse:
     """The chosen engine's response, or that of the best other one when that one cannot take the request now.
 
@@ -191,12 +219,13 @@ async def send(request: RelayedRequest) -> aiohttp.ClientResponse:
         engine = request.sent.endpoint
         request.begin_split()
         try:
-            response = await _post(request)
-            if response.status == 200:
-                return response
-            refusal: EngineError = await refusal_of(response)
-            if refusal.code == GenerationMoved.code and refusal.param:
-                return await _moved_answer(request, refusal.param)
+            async with request.in_time():
+                response = await _post(request)
+                if response.status == 200:
+                    return response
+                refusal: EngineError = await refusal_of(response)
+                if refusal.code == GenerationMoved.code and refusal.param:
+                    return await _moved_answer(request, refusal.param)
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)

@@ -30,7 +30,7 @@ TURN_LOST_AFTER_S = 3600.0
 
 @dataclass(frozen=True)
 class TurnStart:
-    """A request as it arrived."""
+    """A request as it arrived. `seen_wanted_engine_id` is the engine that its conversation was wanted on as it was routed."""
 
     request_id: uuid.UUID
     identity: Identity
@@ -44,6 +44,7 @@ class TurnStart:
     predicted_first_token_s: float | None = None
     request_bytes: int = 0
     resumed: bool = False
+    seen_wanted_engine_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def begin_turn(start: TurnStart) -> int:
     now = timezone.now()
     latest: dict[str, Any] = {"model_name": start.model_name, "last_active_at": now}
     if not start.is_background:
-        latest |= {"engine_id": start.engine_id, "wanted_engine_id": None}
+        latest["engine_id"] = start.engine_id
     with transaction.atomic():
         if start.resumed and (turn_id := _resumed_turn(start)):
             return turn_id
@@ -134,6 +135,10 @@ def begin_turn(start: TurnStart) -> int:
             },
         )
         ChatSession.objects.filter(pk=chat.pk).update(turn_count=F("turn_count") + 1, **latest)
+        if not start.is_background:
+            # A wish that came while this was on its way, perhaps to another replica, is the next turn's.
+            met = {start.engine_id, start.seen_wanted_engine_id} - {None}
+            ChatSession.objects.filter(pk=chat.pk, wanted_engine_id__in=met).update(wanted_engine_id=None)
         turn = Turn.objects.create(
             chat=chat,
             request_id=start.request_id,
@@ -205,6 +210,11 @@ def session_place(session_key: str) -> SessionPlace:
         if view.ready
     )
     return SessionPlace(engine_id, wanted_engine_id, found)
+
+
+def wanted_engine(session_key: str) -> int | None:
+    """Where a conversation's next turn is wanted; None: wherever it costs least."""
+    return ChatSession.objects.filter(key_hash=session_key).values_list("wanted_engine_id", flat=True).first()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 import uuid
@@ -10,8 +11,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from engines.errors import EngineError
+from engines.errors import EngineError, InvalidRequest
 from sessions.dialects import STREAMED
+from sessions.dispatch import NO_WISHES, Wishes
 from sessions.engine_call import EngineCall
 from sessions.errors import StreamStopped, StreamUnknown, TooManyStreams
 from sessions.identity import Identity, Owner
@@ -47,23 +49,55 @@ class StreamDesk:
         self._shelf = StreamShelf()
         self._taking = asyncio.Lock()
 
-    async def begin(self, call: EngineCall, identity: Identity, conversation_id: str) -> KeptStream:
+    async def begin(
+        self,
+        call: EngineCall,
+        identity: Identity,
+        conversation_id: str,
+        wishes: Wishes = NO_WISHES,
+        idempotency: str = "",
+    ) -> KeptStream:
         """Have a request answered into a kept stream, and return that once the engine has taken it.
 
-        Another stream of the same conversation is stopped first: a new turn is the old one's end. Raises TooManyStreams, or what
-        `ask_engine` raises. Giving up waiting does not end the request: only `stop` does, or nobody reading it for long.
+        Another stream of the same conversation is stopped first: a new turn is the old one's end. A retry under an `idempotency`
+        name reads the first one's stream. Raises TooManyStreams, InvalidRequest for a name that was used for another request, or
+        what `ask_engine` raises. Giving up waiting does not end the request: only `stop` does, or nobody reading it for long.
         """
-        scope = identity.owner.scope
+        scope, began_s = identity.owner.scope, time.monotonic()
+        body_hash = hashlib.sha256(call.raw).hexdigest()
+        first = self._same(scope, idempotency, body_hash)
+        if first is not None:
+            await asyncio.shield(first.opened)
+            return first
         # Again and again: while one was being stopped another turn of the conversation may have begun.
         while conversation_id and (former := self._named(scope, conversation_id)) is not None and not former.is_over:
             await self.stop(former)
         self._admit(scope)
         stream = KeptStream(uuid.uuid4(), scope, conversation_id, call.dialect.path)
+        stream.idempotency, stream.body_hash = idempotency, body_hash
         about = Shelved(
-            str(stream.request_id), identity.key_hash, conversation_id, call.dialect.path, round(stream.created_at, 3)
+            str(stream.request_id),
+            identity.key_hash,
+            conversation_id,
+            call.dialect.path,
+            round(stream.created_at, 3),
+            wishes.budget_s,
+            wishes.background,
+            idempotency,
+            body_hash,
         )
-        await self._open(stream, about, call.raw, partial(ask_engine, call, identity, request_id=stream.request_id))
+        ask = partial(ask_engine, call, identity, request_id=stream.request_id, wishes=wishes, since_s=began_s)
+        await self._open(stream, about, call.raw, partial(ask, idempotency=idempotency))
         return stream
+
+    def _same(self, scope: str, idempotency: str, body_hash: str) -> KeptStream | None:
+        """The stream that a request of this name began and that has not broken off."""
+        for stream in self.of_owner(scope) if idempotency else ():
+            if stream.idempotency == idempotency and stream.state in ("opening", "running", "done"):
+                if stream.body_hash != body_hash:
+                    raise InvalidRequest("This Idempotency-Key was sent with another request.", param="Idempotency-Key")
+                return stream
+        return None
 
     async def found(self, owner: Owner, name: str) -> KeptStream:
         """As `find`; a stream that another replica reads is read here from now on. Raises StreamUnknown, and as `resume`."""
@@ -87,9 +121,13 @@ class StreamDesk:
         self._admit(owner.scope)
         stream = KeptStream(request_id, owner.scope, about.conversation_id, about.path, is_rewritten=True)
         stream.created_at = about.created_at
+        stream.idempotency, stream.body_hash = about.idempotency, about.body_hash
         elapsed_s = max(0.0, time.time() - about.created_at)
         identity = Identity(owner, about.key_hash)
-        ask = partial(resume, call, identity, request_id, journal, elapsed_s)
+        wishes = Wishes(background=about.background, budget_s=about.budget_s)
+        ask = partial(
+            resume, call, identity, request_id, journal, elapsed_s, wishes=wishes, idempotency=about.idempotency
+        )
         await self._open(stream, about, taken.body, ask, taken.number)
         return stream
 

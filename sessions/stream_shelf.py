@@ -19,6 +19,7 @@ from celery import current_app
 from redis.exceptions import RedisError
 
 from pools.events import Outage
+from sessions.dispatch import REQUEST_BUDGET_S
 from sessions.stream_journal import StreamJournal
 
 # A client that lost its site comes back soon; a stream that has ended is kept as long as one in memory.
@@ -59,6 +60,10 @@ class Shelved:
     conversation_id: str
     path: str
     created_at: float
+    budget_s: float = REQUEST_BUDGET_S
+    background: bool = False
+    idempotency: str = ""
+    body_hash: str = ""
 
 
 @dataclass(frozen=True)

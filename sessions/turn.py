@@ -23,6 +23,7 @@ from sessions.answer_form import AnswerFacts
 from sessions.choices import TurnState
 from sessions.dialects import Dialect
 from sessions.rates_board import Answered
+from sessions.request_timeline import EVENT, early_headers, timeline
 from sessions.services import TurnEnd, TurnStart
 from sessions.times_told import seconds, times_told, whole_first_token_s
 
@@ -34,7 +35,6 @@ WRITE_TIMEOUT_S = 10.0
 START_DELAY_S = 0.05
 
 logger = logging.getLogger(__name__)
-timeline = logging.getLogger("hydra.request_timeline")
 # The loop keeps only weak references to tasks; a write must not be collected in the middle.
 _writes: set[asyncio.Task[Any]] = set()
 
@@ -42,8 +42,11 @@ _writes: set[asyncio.Task[Any]] = set()
 class TurnRecord:
     """Counts what passes and writes the turn's start and end, each once, where the dialect's requests are turns."""
 
-    def __init__(self, start: TurnStart, arrived_s: float, dialect: Dialect) -> None:
+    def __init__(
+        self, start: TurnStart, arrived_s: float, dialect: Dialect, headers_sent_s: float | None = None
+    ) -> None:
         self._start = start
+        self._headers_sent_s = headers_sent_s
         self.engine_id = start.engine_id
         self.split: Split | None = None
         self._arrived_s = arrived_s
@@ -145,7 +148,7 @@ class TurnRecord:
             return
         start, explanation = self._start, self._start.explanation or {}
         event = {
-            "event": "request_timeline",
+            "event": EVENT,
             "request_id": str(start.request_id),
             "session": start.identity.key_hash[:16],
             "model": start.model_name,
@@ -157,6 +160,7 @@ class TurnRecord:
             "predicted_first_token_s": start.predicted_first_token_s,
             **{name: round(at_s, 6) for name, at_s in self._marks.items()},
             "request_bytes": start.request_bytes,
+            **early_headers(self._headers_sent_s, self._arrived_s),
             **{name: value for name, value in vars(outcome).items() if name not in ("engine_id", "split", "came")},
             **({"split": outcome.split} if outcome.split is not None else {}),
             **({"expected": expected} if (expected := (explanation.get("chosen") or {}).get("terms")) else {}),

@@ -19,6 +19,7 @@ from django.views.decorators.csrf import csrf_exempt
 
 from engines.errors import BodyTooLarge, EngineError, InvalidRequest, Unavailable
 from sessions.api.operations import Operation
+from sessions.api.route_headers import describe, trace_id
 from sessions.dialects import MESSAGES
 from sessions.errors import EngineRefused, MethodNotAllowed, SessionError
 
@@ -59,8 +60,8 @@ def endpoint(
 def error_response(error: Exception, request: HttpRequest, error_body: ErrorBody = EngineError.body) -> HttpResponse:
     """Any failure as `error_body` shapes it. What nobody expected becomes a 500 whose id leads to its traceback in the log."""
     known = _known(error)
+    request_id = (known.request_id if known is not None else "") or str(uuid.uuid4())
     if known is None:
-        request_id = uuid.uuid4().hex
         logger.error("%s %s failed, request %s", request.method, request.path, request_id, exc_info=error)
         known = SessionError(
             "The site failed; its log has the cause.", hint=f"Look for request {request_id} in the log."
@@ -74,6 +75,7 @@ def error_response(error: Exception, request: HttpRequest, error_body: ErrorBody
         response["Retry-After"] = str(known.retry_after_s)
     if known.http_status == 401:
         response["WWW-Authenticate"] = "Bearer"
+    describe(response, request_id, None, trace_id(request))
     return response
 
 

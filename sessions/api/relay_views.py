@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from django.conf import settings
@@ -20,6 +22,7 @@ from sessions.engine_call import EngineCall
 from sessions.identity import Identity
 from sessions.kept_stream import KeptStream
 from sessions.relay import EVENT_STREAM, EngineAnswer, ask_engine
+from sessions.request_timeline import tell_refused
 from sessions.shared_answer import SharedReader, lease_name, may_share, shared_answers
 from sessions.stream_desk import stream_desk
 
@@ -35,19 +38,17 @@ def relay_view(dialect: Dialect, operation: Operation) -> View:
 
     @endpoint(dialect.method, operations={dialect.method: operation}, error_body=dialect.form.error_body)
     async def view(request: HttpRequest) -> HttpResponseBase:
+        arrived_s = time.monotonic()
         owner = await authenticate(request)
         call = await _read(dialect, request)
         identity = Identity.of(owner, {name.lower(): value for name, value in request.headers.items()}, call.hints)
+        idempotency, wished = idempotency_key(request), wishes(request, owner)
+        lease = lease_name(identity, idempotency) if call.dialect.is_turn else ""
         if _wants_resumable(request, call):
             name = request.headers.get(CONVERSATION_HEADER, "").strip()[:MAX_CONVERSATION_CHARS]
-            return stream_response(await stream_desk().begin(call, identity, name), 0)
-        idempotency = idempotency_key(request)
+            return stream_response(await stream_desk().begin(call, identity, name, wished, lease), 0)
         ask = partial(
-            ask_engine,
-            call,
-            identity,
-            wishes=wishes(request, owner),
-            idempotency=lease_name(identity, idempotency) if call.dialect.is_turn else "",
+            ask_engine, call, identity, wishes=wished, idempotency=lease, may_wait=call.stream, since_s=arrived_s
         )
         try:
             if may_share(call, idempotency):
@@ -56,9 +57,28 @@ def relay_view(dialect: Dialect, operation: Operation) -> View:
         except ModelLoading as loading:
             if not call.stream:
                 raise
-            return _streaming(load_wait.frames(call, ask, loading))
+            return _waiting(call, identity, ask, loading, trace_id(request), arrived_s + wished.budget_s)
 
     return view
+
+
+def _waiting(
+    call: EngineCall,
+    identity: Identity,
+    ask: Callable[..., Awaitable[EngineAnswer]],
+    loading: ModelLoading,
+    trace: str,
+    deadline_s: float,
+) -> HttpResponseBase:
+    """A stream whose headers leave before anybody knows its route: they name the request, and its event says so."""
+    request_id, now_s = uuid.uuid4(), time.monotonic()
+    again = partial(ask, request_id=request_id, headers_sent_s=now_s)
+    gave_up = partial(tell_refused, call, identity, request_id, arrived_s=now_s, headers_sent_s=now_s)
+    response = _streaming(load_wait.frames(call, again, loading, gave_up, deadline_s=deadline_s))
+    describe(response, str(request_id), None, trace)
+    if call.dialect.is_turn:
+        response["X-Hydra-Session"] = identity.key_hash
+    return response
 
 
 def stream_response(stream: KeptStream, position: int) -> HttpResponseBase:

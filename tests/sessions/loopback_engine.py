@@ -27,11 +27,10 @@ async def no_rates(_request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def loopback_engine(handler: Handler) -> AsyncIterator[int]:
-    """Serves `handler` at every path; yields the port."""
+async def loopback_engine(handler: Handler, rates: Handler = no_rates) -> AsyncIterator[int]:
+    """Serves `handler` at every path; yields the port. It measures nothing, so it has no rates to tell but `rates`."""
     app = web.Application()
-    # It measures nothing, so it has no rates to tell.
-    app.router.add_get("/rates", no_rates)
+    app.router.add_get("/rates", rates)
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from django.db import Error as DatabaseError
 
+from engines.client import close_client_session
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.models import Engine
 from engines.rates_view import EngineRates
@@ -19,6 +20,7 @@ from sessions.dispatch import ReadyEngines
 from sessions.rates_board import NETWORK, RatesBoard
 from tests.frozen_table import frozen
 from tests.rows import add_engine, add_model, set_ready
+from tests.sessions.loopback_engine import loopback_engine, streaming
 from tests.synthetic_gguf import SyntheticModel
 
 
@@ -106,3 +108,14 @@ RATES = {
     "kv_group": "",
     "sessions": {},
 }
+
+
+async def test_an_engine_that_has_no_rates_is_asked_without_a_failure() -> None:
+    board = RatesBoard()
+    async with loopback_engine(streaming()) as port:
+        endpoint = EngineEndpoint(1, "e", f"http://127.0.0.1:{port}", "m", 1, 2, 100)
+        try:
+            await board._ask(endpoint, board._of(endpoint))
+        finally:
+            await close_client_session()
+    assert board._of(endpoint).rates is None
