@@ -25,6 +25,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 PATIENCE_S = 30.0
 USAGE = "prompt_tokens_details"
 LONG = 64
+WARM_TURNS, LATER_TURNS = 6, 2
 
 
 @pytest.fixture
@@ -60,18 +61,18 @@ async def test_a_conversation_stays_warm_and_outlives_its_engine(start: Any, arc
     pool = await start(architecture, 2)
     talk = Conversation(LocalClient(), {"X-Session-Id": "river"})
     before = 0
-    for turn in range(4):
+    for turn in range(WARM_TURNS):
         headers, usage = await talk.say(f"Question number {turn} about the river.")
         home = headers["X-Hydra-Engine"] if turn == 0 else home  # noqa: F821
         assert (headers["X-Hydra-Engine"], headers["X-Hydra-Route"], headers["X-Hydra-Node"]) == (home, "solo", "here")
         # All but the end of the last prompt was there already.
-        assert usage[USAGE]["cached_tokens"] >= 0.9 * before
+        assert usage[USAGE]["cached_tokens"] >= 0.9 * before, (turn, usage, before)
         before = usage["prompt_tokens"]
     session = headers["X-Hydra-Session"]
     await until(lambda: pool.saved_tokens(session) >= before - 64)
     pool.engines[home].process.kill()
     other = next(name for name in pool.engines if name != home)
-    for turn in range(4, 6):
+    for turn in range(WARM_TURNS, WARM_TURNS + LATER_TURNS):
         headers, usage = await talk.say(f"Question number {turn} about the river.", max_tokens=LONG, **WITH_LOGPROBS)
         assert headers["X-Hydra-Engine"] == other
         assert usage[USAGE]["cached_tokens"] >= 0.9 * before, (usage, before)
@@ -81,9 +82,13 @@ async def test_a_conversation_stays_warm_and_outlives_its_engine(start: Any, arc
     await wait_for_writes(PATIENCE_S)
     await lease_desk().settled()
     assert await in_db(leases.live) == {}
-    turns = await in_db(services.turn_views, None, 6)
+    turns = await in_db(services.turn_views, None, LATER_TURNS + WARM_TURNS)
+    assert [turn.engine_name for turn in turns] == [other] * LATER_TURNS + [home] * WARM_TURNS
     assert turns[-1].explanation["candidates"][0]["terms"].keys() >= {"queue_s", "prefill_s", "decode_s"}  # type: ignore[index]
-    assert turns[2].explanation["why"] == "its engine still holds the session"  # type: ignore[index]
+    # It was not by chance that all turns but the first stayed there. Of two engines on a busy machine the other may look a little
+    # faster for a moment, and says so.
+    stayed = {turn.explanation["why"] for turn in turns[LATER_TURNS:-1]}  # type: ignore[index]
+    assert stayed <= {"its engine still holds the session", "moving the session would gain too little"}
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
@@ -22,6 +23,20 @@ from tests.sessions.routed_pool import Conversation, RoutedPool
 from tests.sessions.test_routing import PATIENCE_S, start  # noqa: F401 -- a fixture
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.soak]
+# Of ten predictions so many are this near to what came, and no fewer of those terms that matter: more than this part of the
+# first token's time was spent there, or was expected to be. The machine may be busy with other things, but not the first token
+# of all requests be a surprise.
+NEAR_OF_TEN, NEAR, NEAR_TERM, MATTERS = 7, 2.5, 3.0, 0.25
+# Tokens take no time from busy machines.
+NEAR_REUSE = 1.1
+# What was expected of a time that came: an engine cannot tell what it is learned to be late with from what it is late with.
+EXPECTED = {
+    "queue_s": ("queue_s",),
+    "restore_s": ("restore_s",),
+    "prefill_s": ("prefill_s", "drift_s", "crowd_s"),
+}
+# A restore is over in milliseconds here, which a busy machine may lose anywhere.
+RESTORE_SLACK_S = 0.1
 WORDS = "The river carries stones past the mill, and nobody counts them. "
 
 
@@ -91,11 +106,14 @@ async def test_ten_requests_tell_why_they_went_where_they_went(start: Any) -> No
     # What was expected of the prompts' reuse is what then was found.
     later = [turn for turn in turns if turn.explanation["chosen"]["cached_tokens"]]  # type: ignore[index]
     assert len(later) >= 3
-    assert all(turn.cached_tokens > 0 for turn in later)
+    for turn in later:
+        assert near(turn.cached_tokens, turn.explanation["chosen"]["cached_tokens"], NEAR_REUSE)  # type: ignore[index]
     assert any(turn.explanation["chosen"]["terms"]["restore_s"] for turn in turns)  # type: ignore[index]
     learned = [known.first_tokens for known in dispatcher().board._known.values()]
     assert len(learned) == 3
     assert all(one.answers and one.now != Calibration() for one in learned)
+    assert sum(near(turn.first_token_s, turn.predicted_first_token_s, NEAR) for turn in turns) >= NEAR_OF_TEN
+    check_terms(turns)
     # Three that came at once: the later ones were told of the earlier ones, or went elsewhere.
     at_once = turns[:3]
     assert len({turn.engine_name for turn in at_once}) > 1 or any(
@@ -118,7 +136,7 @@ def check(turn: TurnView, engines: set[str]) -> None:
     for candidate in explanation["candidates"]:
         terms = candidate["terms"]
         assert candidate["cost_s"] == pytest.approx(sum(terms.values()), abs=2e-5)
-        before = ("queue_s", "load_s", "restore_s", "prefill_s", "fixed_s", "wake_s", "drift_s")
+        before = ("queue_s", "restore_s", "prefill_s", "fixed_s", "wake_s", "drift_s")
         assert candidate["first_token_s"] >= sum(terms[name] for name in before) - 2e-5
     assert explanation["chosen"]["engine"] == turn.engine_name
     assert explanation["chosen"]["first_token_s"] == pytest.approx(turn.predicted_first_token_s, abs=2e-6)
@@ -128,3 +146,31 @@ def check(turn: TurnView, engines: set[str]) -> None:
     assert set(came) <= set(TERMS)
     assert sum(came.values()) - came["decode_s"] == pytest.approx(turn.first_token_s, abs=1e-4)
     assert explanation["chosen"]["terms"]["restore_s"] or not came["restore_s"]
+
+
+def near(one_s: float | None, other_s: float | None, factor: float) -> bool:
+    assert one_s is not None and other_s is not None
+    return one_s < factor * other_s and other_s < factor * one_s
+
+
+def check_terms(turns: Sequence[TurnView]) -> None:
+    """Time went where it was expected to go, not only as much of it in all."""
+    true: dict[str, list[bool]] = {name: [] for name in EXPECTED}
+    for turn in turns:
+        explanation = turn.explanation
+        assert explanation is not None and turn.first_token_s and turn.predicted_first_token_s
+        terms, came = explanation["chosen"]["terms"], explanation["came"]
+        # What was to come from the store came from there, and in about that time.
+        assert bool(terms["restore_s"]) == bool(came["restore_s"])
+        if came["restore_s"]:
+            assert near(came["restore_s"] + RESTORE_SLACK_S, terms["restore_s"] + RESTORE_SLACK_S, NEAR_TERM)
+        for name, seen in true.items():
+            expected_s = sum(terms[one] for one in EXPECTED[name])
+            matters = came[name] > MATTERS * turn.first_token_s or expected_s > MATTERS * turn.predicted_first_token_s
+            if matters:
+                seen.append(near(came[name], expected_s, NEAR_TERM))
+    # All but the shortest prompts are mostly computing.
+    assert len(true["prefill_s"]) >= NEAR_OF_TEN
+    assert sum(true["prefill_s"]) >= len(true["prefill_s"]) * NEAR_OF_TEN / 10, true
+    # Few stand in a line at all: one may be mistaken about it.
+    assert true["queue_s"].count(False) <= 1, true
