@@ -28,6 +28,7 @@ from sessions.identity import Identity
 from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
+from sessions.send_order import SendOrder
 from sessions.services import SessionPlace
 from sessions.session_places import SessionPlaces
 from sessions.split_terms import KvLosses, is_movable, run_mode
@@ -178,6 +179,7 @@ class Dispatcher:
         self.hints = PrefixHints()
         self.estimates = Estimates()
         self.places = SessionPlaces()
+        self.order = SendOrder()
         self.kv_losses = KvLosses()
         self.watch = PoolWatch(self._look)
 

@@ -95,7 +95,9 @@ class RelayedRequest:
         # At once, so that whoever is routed meanwhile sees it there.
         board.enter(sent.endpoint, sent.missing_tokens)
         try:
-            lease = await self._leased()
+            with dispatcher().order.place(sent.endpoint.engine_id) as place:
+                lease = await self._leased()
+                await place.turn()
         except BaseException:
             board.leave(sent.endpoint)
             raise
