@@ -25,6 +25,7 @@ from hydra_site.supervisor.home import Services
 from pools.catalogue import ensure
 from tests import run_home, synthetic_gguf
 from tests.engine_process import EngineProcess
+from tests.official_clients import close_clients
 from tests.synthetic_gguf import SyntheticModel
 
 _home = pytest.StashKey[Path]()
@@ -59,6 +60,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[_home])
+
+
+@pytest.fixture(autouse=True)
+def official_clients_closed() -> Iterator[None]:
+    yield
+    close_clients()
 
 
 @pytest.fixture(scope="session")

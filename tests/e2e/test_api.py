@@ -13,13 +13,14 @@ from typing import Any
 import openai
 import pytest
 
+from tests.official_clients import openai_client
 from tests.stack import Stack
 
 HELLO = [{"role": "user", "content": "Name a colour."}]
 
 
 def client(stack: Stack) -> openai.OpenAI:
-    return openai.OpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai_client(stack.url)
 
 
 def request(

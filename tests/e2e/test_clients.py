@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.test_api import HELLO, client, request, wait_idle
+from tests.official_clients import anthropic_client
 from tests.stack import Stack
 
 MODEL = "smollm2-135m"
@@ -81,7 +82,7 @@ def test_text_and_tokens(stack: Stack) -> None:
 
 
 def test_messages_whole_streamed_and_counted(stack: Stack) -> None:
-    talk = anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=60)
+    talk = anthropic_client(stack.url)
     arguments: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 16, "extra_body": {"temperature": 0}}
     counted = talk.messages.count_tokens(model=MODEL, messages=HELLO)
     whole = talk.messages.create(**arguments)

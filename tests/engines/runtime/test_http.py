@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from tests.engine_process import EngineProcess
+from tests.official_clients import openai_client
 from tests.synthetic_gguf import SyntheticModel
 
 HELLO = [{"role": "user", "content": "Name a colour."}]
@@ -31,7 +32,7 @@ def tiny(
 
 
 def client(engine: EngineProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=engine.base_url + "/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai_client(engine.base_url)
 
 
 def post(engine: EngineProcess, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any], Any]:

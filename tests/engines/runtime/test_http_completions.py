@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine_client import events, post
 from tests.engine_process import EngineProcess
+from tests.official_clients import openai_client
 from tests.synthetic_gguf import SyntheticModel
 from tests.synthetic_vocabulary import FIRST_FILLER, NEWLINE
 
@@ -20,7 +21,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 
 
 def client(engine: EngineProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=engine.base_url + "/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai_client(engine.base_url)
 
 
 def test_the_official_client_continues_a_text(endpoint_engine: EngineProcess, tie_free_model: SyntheticModel) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests import synthetic_encoders
 from tests.engine_process import EngineProcess
+from tests.official_clients import openai_client
 from tests.synthetic_encoders import CLASS, SEPARATOR
 from tests.synthetic_gguf import SyntheticModel
 
@@ -49,7 +50,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 
 def client(engine: EngineProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=engine.base_url + "/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai_client(engine.base_url)
 
 
 def post(engine: EngineProcess, path: str, body: Any) -> tuple[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 from engines.api_messages import parse_count_request
 from tests.engine_client import events, post
 from tests.engine_process import EngineProcess
+from tests.official_clients import anthropic_client
 from tests.synthetic_gguf import SyntheticModel
 
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
@@ -26,7 +27,7 @@ TOOL: dict[str, Any] = {
 
 
 def client(engine: EngineProcess) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=engine.base_url, api_key="unused", max_retries=0, timeout=60)
+    return anthropic_client(engine.base_url)
 
 
 def test_the_official_client_gets_a_message(endpoint_engine: EngineProcess, tie_free_model: SyntheticModel) -> None:

@@ -12,6 +12,7 @@ import pytest
 from engines.api_responses import parse_responses_request
 from tests.engine_client import events, post
 from tests.engine_process import EngineProcess
+from tests.official_clients import openai_client
 from tests.synthetic_gguf import SyntheticModel
 
 TOOL: dict[str, Any] = {
@@ -28,7 +29,7 @@ TOOL: dict[str, Any] = {
 
 
 def client(engine: EngineProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=engine.base_url + "/v1", api_key="unused", max_retries=0, timeout=60)
+    return openai_client(engine.base_url)
 
 
 def test_the_official_client_gets_a_response(endpoint_engine: EngineProcess, tie_free_model: SyntheticModel) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine_client import call, post
 from tests.engine_process import EngineProcess
+from tests.official_clients import openai_client
 from tests.synthetic_vocabulary import FIRST_SPECIAL, IM_START
 
 
@@ -68,7 +69,7 @@ def test_props_have_llama_cpps_names_and_no_folder(endpoint_engine: EngineProces
 
 
 def test_one_model_is_told_by_its_name_and_no_other(endpoint_engine: EngineProcess) -> None:
-    api = openai.OpenAI(base_url=endpoint_engine.base_url + "/v1", api_key="unused", max_retries=0)
+    api = openai_client(endpoint_engine.base_url)
     assert api.models.retrieve("test-model").id == "test-model"
     with pytest.raises(openai.NotFoundError) as refusal:
         api.models.retrieve("org/other")
