@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from django.db import Error as DatabaseError
 
 from engines import loading
+from engines.arrival_order import ArrivalOrder
 from engines.errors import EngineError, NoEngineReady
 from engines.services import EngineEndpoint, ready_engines
 from pools.db import in_db_within
@@ -28,7 +29,6 @@ from sessions.identity import Identity
 from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
-from sessions.send_order import SendOrder
 from sessions.services import SessionPlace
 from sessions.session_places import SessionPlaces
 from sessions.split_terms import KvLosses, is_movable, run_mode
@@ -179,7 +179,7 @@ class Dispatcher:
         self.hints = PrefixHints()
         self.estimates = Estimates()
         self.places = SessionPlaces()
-        self.order = SendOrder()
+        self.order = ArrivalOrder()
         self.kv_losses = KvLosses()
         self.watch = PoolWatch(self._look)
 

@@ -44,7 +44,7 @@ class CompletionEndpoint:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         identity, origin = request_id(request), origin_of(request)
         raw = await asked_body(request)
-        ready = await self._preparation.run(self._prepare, raw, identity)
+        ready = await self._preparation.run_in_turn(self._prepare, raw, identity)
         sampling = ready.body.sampling
         answer = CompletionAnswer(
             identity,

@@ -38,7 +38,7 @@ class InfillEndpoint:
     async def infill(self, request: web.Request) -> web.StreamResponse:
         origin = read_origin(request.headers)
         raw = await request.read()
-        body, generations = await self._preparation.run(self._prepare, raw, request_id(request))
+        body, generations = await self._preparation.run_in_turn(self._prepare, raw, request_id(request))
         answer = NativeAnswer(self._preparation.config.model_name)
         async with self._preparation.running(generations, origin):
             if body.sampling.stream:

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from engines.api_constraint import ConstraintSpec
 from engines.api_schema import ChatRequest
+from engines.arrival_order import ArrivalOrder
 from engines.config import EngineConfig
 from engines.errors import (
     ContextLengthExceeded,
@@ -85,6 +86,8 @@ class Preparation:
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._pending = 0
+        # A request is prepared, looks for its beginning and is queued; these keep the order over the first two.
+        self._preparing, self._looking = ArrivalOrder(), ArrivalOrder()
         self._making = threading.Lock()
         self._template: ChatTemplate | None = None
         self._compiler: ConstraintCompiler | None = None
@@ -106,6 +109,13 @@ class Preparation:
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """`work(*args)` on one of the threads. Raises EngineLoading and EngineStopping while there is no model."""
         return await self._on(self._pool, work, *args)
+
+    async def run_in_turn(self, work: Callable[..., T], *args: object) -> T:
+        """The same for what is queued next: returns behind those that were begun before, unless one of them takes long."""
+        with self._preparing.place() as place:
+            done = await self.run(work, *args)
+            await place.turn()
+            return done
 
     async def run_aside(self, work: Callable[..., T], *args: object) -> T:
         """The same on a thread of its own, for work without a bound by the context: chats must not wait behind it."""
@@ -149,7 +159,7 @@ class Preparation:
             files = [image_file(at.url, place) for at, place in zip(shown, params, strict=True)]
             return AwaitingImages(asked, chat, files, params)
 
-        begun = await self.run(begin)
+        begun = await self.run_in_turn(begin)
         if not isinstance(begun, AwaitingImages):
             return begun
         images = await self.media.parts(begun.files, begun.params)
@@ -204,10 +214,12 @@ class Preparation:
         spans = generations[0].spans  # all choices show the same
         with self.media.holding(spans) if spans else nullcontext():
             waiting = generations if origin.resumption is None else origin.resumption.unfinished(generations)
-            if self.parking is not None and waiting:
-                await self.parking.look_up(waiting, origin.stores)
             if waiting:
-                self.core.submit(*waiting)
+                with self._looking.place() as place:
+                    if self.parking is not None:
+                        await self.parking.look_up(waiting, origin.stores)
+                    await place.turn()
+                    self.core.submit(*waiting)
             try:
                 yield
             finally:

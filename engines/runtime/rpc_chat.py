@@ -70,7 +70,7 @@ class ChatOperations:
 
     async def prefill(self, exchange: Exchange, body: bytes) -> None:
         identity = plain_request_id(exchange.head.trace_id)
-        request, generation, prompt_tokens = await self._preparation.run(self._prepare_prefill, body, identity)
+        request, generation, prompt_tokens = await self._preparation.run_in_turn(self._prepare_prefill, body, identity)
         n_past, stats = len(generation.prompt), NOTHING_COMPUTED
         # A state without a suffix to drop cannot give its last token back, so what is there is not computed again.
         slot_id = await self._slot_of(generation.prompt) if generation.reuse_prefix else None

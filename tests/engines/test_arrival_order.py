@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from sessions import send_order
-from sessions.send_order import SendOrder
+from engines import arrival_order
+from engines.arrival_order import ArrivalOrder
 
 
 async def test_an_early_lease_waits_for_those_that_were_routed_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_order, "PATIENCE_S", 60.0)
-    order, sent, leased = SendOrder(), list[str](), {name: asyncio.Event() for name in "abc"}
+    monkeypatch.setattr(arrival_order, "PATIENCE_S", 60.0)
+    order, sent, leased = ArrivalOrder(), list[str](), {name: asyncio.Event() for name in "abc"}
 
     async def request(name: str, engine_id: int) -> None:
         with order.place(engine_id) as place:
@@ -33,8 +33,8 @@ async def test_an_early_lease_waits_for_those_that_were_routed_before(monkeypatc
 
 
 async def test_a_late_lease_and_one_that_fails_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_order, "PATIENCE_S", 0.02)
-    order, never = SendOrder(), asyncio.Event()
+    monkeypatch.setattr(arrival_order, "PATIENCE_S", 0.02)
+    order, never = ArrivalOrder(), asyncio.Event()
 
     async def late() -> None:
         with order.place(1):
