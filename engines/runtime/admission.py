@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 
 from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded, DecodeFailed
@@ -63,7 +62,7 @@ class Admission:
         """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
         if not len(self._waiting):
             return
-        running = Counter(slot.generation.owner for slot in self._cache.slots if slot.generation)
+        running = [slot.generation for slot in self._cache.slots if slot.generation]
         for generation in self._waiting.in_order(running):
             raw_logits = self.wants_raw_logits(generation)
             if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self._cache.slots):
@@ -112,6 +111,15 @@ class Admission:
             generation.sampler = Sampler(generation.params, self._llama, generation.constraint)
             generation.sampler.see_prompt(generation.seen_by_penalties)
             generation.sampler.skip(generation.draws)
+
+    def begin_moved(self, slot: Slot, generation: Generation) -> None:
+        """A generation that came from another engine goes on in the slot that has its state, whoever stands in the line. Where
+        that is of the wrong kind it waits for another one, as if it had given way."""
+        if slot.has_raw_logits != self.wants_raw_logits(generation):
+            self._waiting.put_back(generation)
+            return
+        slot.begin(generation)
+        generation.prompts_before_s = self._rates.prompts_s
 
     def yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""

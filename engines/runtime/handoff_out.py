@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ class LeavingHandoffs:
             yield from ()
             mine = [slot for slot in cache.slots if slot.sequence.origin.session == session]
             running = [slot for slot in mine if slot.generation is not None and slot.generation.session == session]
-            waiting = any(one.session == session for one in self._core.waiting.in_order(Counter()))
+            waiting = any(one.session == session for one in self._core.waiting.in_order(()))
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
                 return _held(cache, decoding, decoding.generation, is_pending=False)
@@ -160,7 +160,7 @@ class LeavingHandoffs:
         def look(cache: PrefixCache) -> Generator[None, None, Held]:
             yield from ()
             standing = [slot.generation for slot in cache.busy if slot.generation]
-            standing += [*self._core.waiting.in_order(Counter()), *self._core.landing.coming()]
+            standing += [*self._core.waiting.in_order(()), *self._core.landing.coming()]
             for one in standing:
                 if one.request_id == body.request_id and one.session == body.session:
                     raw_logits = self._core.wants_raw_logits(one)

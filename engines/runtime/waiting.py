@@ -1,9 +1,10 @@
-"""The line in front of the slots: bounded, by priority, and fair between owners. Thread-safe."""
+"""The line in front of the slots: bounded, fair between tenants and between owners, by priority. Thread-safe."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 from engines.errors import QueueFull
 from engines.runtime.generation import Generation
@@ -46,11 +47,27 @@ class WaitingLine:
         with self.changed:
             self._waiting.remove(generation)
 
-    def in_order(self, running: Counter[str]) -> list[Generation]:
-        """By priority (lower first); then whoever's owner runs least; then by arrival. A preempted one keeps its arrival."""
+    def in_order(self, running: Iterable[Generation]) -> list[Generation]:
+        """Whose tenant runs least comes first; of a tenant's by priority (lower first), then whoever's owner runs least; then by
+        arrival. Who gives way by a priority above 0 gives way to all, but a request's word gets nobody past other tenants.
+        A preempted one keeps its arrival."""
+        tenants: Counter[str] = Counter()
+        owners: Counter[tuple[str, str]] = Counter()
+        for generation in running:
+            tenants[generation.tenant] += 1
+            owners[generation.tenant, generation.owner] += 1
         with self.changed:
             waiting = list(self._waiting)
-        return sorted(waiting, key=lambda g: (g.priority, running[g.owner], g.queued_at))
+        return sorted(
+            waiting,
+            key=lambda g: (
+                max(g.priority, 0),
+                tenants[g.tenant],
+                g.priority,
+                owners[g.tenant, g.owner],
+                g.queued_at,
+            ),
+        )
 
     def take_ended(self, now: float) -> list[Generation]:
         """Removes and returns those that were cancelled or whose deadline has passed."""
