@@ -170,7 +170,10 @@ async def test_a_killed_store_loses_nothing_that_was_answered(rounds: int, folde
     with StoreProcess(folder, tmp_path, **settings) as store:
         for turn in range(rounds):
             work = asyncio.gather(saving(store, answered, turn), reading(store, answered))
-            await asyncio.sleep(0.15 + 0.05 * (turn % 5))
+            async with asyncio.timeout(60):
+                while not any(name.startswith(f"kv/{turn}/") for name in answered):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1 + 0.05 * (turn % 5))
             await asyncio.to_thread(store.kill)
             await work
             await asyncio.to_thread(store.start)
