@@ -44,7 +44,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class SplitTold:
-    """What became of a request that two engines were to share: the move's number and figures, or why one did all of it."""
+    """What became of a request that two engines were to share: the move's number and figures, or why one did all of it.
+    `runs`: that is not known yet."""
 
     prefill: str
     decode: str
@@ -52,6 +53,7 @@ class SplitTold:
     sent_bytes: int
     pause_ms: float | None
     fell_back: str
+    runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,23 @@ def explained(turn: TurnView) -> ExplainedTurn:
         refusals=tuple(explanation.get("refusals", ())),
         happened=_happened(turn, explanation.get("came") or {}, longest_s),
         run_mode="" if explanation.get("run_mode", "auto") == "auto" else explanation["run_mode"],
-        split=_split(explanation.get("split")),
+        split=_split(explanation.get("split"), turn.state),
     )
 
 
-def _split(told: dict[str, Any] | None) -> SplitTold | None:
+def _split(told: dict[str, Any] | None, turn_state: str) -> SplitTold | None:
     if told is None:
         return None
+    is_open = told.get("state") == "running"
     return SplitTold(
         prefill=told["prefill"],
         decode=told["decode"],
         handoff=told.get("handoff"),
         sent_bytes=told.get("sent_bytes", 0),
         pause_ms=told.get("pause_ms"),
-        fell_back=told.get("fell_back", ""),
+        # A site that dies over a request does not write what came of it.
+        fell_back="nobody knows what came of it" if is_open and turn_state != "running" else told.get("fell_back", ""),
+        runs=is_open and turn_state == "running",
     )
 
 

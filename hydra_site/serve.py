@@ -145,7 +145,7 @@ def refuse_without_keys() -> None:
     from django.db import connections
 
     from engines.browser_guard import is_loopback
-    from sessions.services import count_valid_keys
+    from sessions.api_keys import count_valid_keys
 
     if is_loopback(settings.HYDRA_BIND):
         return

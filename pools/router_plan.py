@@ -25,6 +25,7 @@ class Reason(Enum):
     PEER = "the peer cannot be reached"
     SLOT = "the engine that would decode has no free slot now"
     FIXED = "the request cannot change engines while it runs"
+    SHORT = "its prompt takes too little time to be worth two engines"
     UNMEASURED = "what is lost between their quants was never measured"
     LOSSY = "too much is lost between their quants"
 

@@ -48,7 +48,9 @@ def add_split(
         return
     prefill_s = {engine.engine_id: alone[engine.engine_id].terms.prefill_s for engine in able_to}
     worth_s = FAST_SPLIT_WORTH_S if request.run_mode == "fast" else SPLIT_WORTH_S
-    if not forced and min(prefill_s.values()) < worth_s:
+    if not forced and (least_s := min(prefill_s.values())) < worth_s:
+        quickest = min(able_to, key=lambda engine: (prefill_s[engine.engine_id], engine.engine_id))
+        refusals.append(Refusal("pd", f"{quickest.name} and another", Reason.SHORT, f"{least_s:.3f} of {worth_s:g} s"))
         return
     firsts = sorted(able_to, key=lambda engine: (prefill_s[engine.engine_id], engine.engine_id))[:SPLIT_ENDS]
     seconds = sorted(able_to, key=lambda engine: (engine.decode.step_s(1, 0), engine.engine_id))[:SPLIT_ENDS]

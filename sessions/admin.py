@@ -17,7 +17,7 @@ from unfold.forms import ActionForm
 from unfold.views import ChangeList
 
 from engines.errors import EngineError
-from sessions import kv_losses, lifecycle, services, snapshots, why_here
+from sessions import api_keys, kv_losses, lifecycle, snapshots, why_here
 from sessions.models import ApiKey, ChatSession, Handoff, KvLoss, Snapshot, Turn
 
 
@@ -50,14 +50,14 @@ class ApiKeyAdmin(ModelAdmin):
 
     @admin.action(description="Revoke for good")
     def revoke(self, request: HttpRequest, chosen: QuerySet[ApiKey]) -> None:
-        count = services.revoke_keys([key.pk for key in chosen])
+        count = api_keys.revoke_keys([key.pk for key in chosen])
         self.message_user(request, f"{count} revoked; it takes effect within seconds.", messages.SUCCESS)
 
     def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
         if change:
-            services.change_key(obj.pk, obj.name, obj.expires_at)
+            api_keys.change_key(obj.pk, obj.name, obj.expires_at)
             return
-        view, key = services.create_key(obj.name, created_by_id=request.user.pk, expires_at=obj.expires_at)
+        view, key = api_keys.create_key(obj.name, created_by_id=request.user.pk, expires_at=obj.expires_at)
         obj.pk = view.id
         self.message_user(request, f"The new API key, shown only this once: {key}", messages.WARNING)
 

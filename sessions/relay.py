@@ -28,6 +28,7 @@ from sessions.services import TurnStart
 from sessions.split import Split
 from sessions.stream_journal import StreamJournal
 from sessions.turn import TurnRecord
+from sessions.turn_plan import planned
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_ANSWER_BYTES = 64 << 20
@@ -277,10 +278,8 @@ async def ask_engine(
     except Exception as error:
         if not (may_wait and isinstance(error, ModelLoading)):
             is_background = wishes.background or call.hints.background
-            tell_refused(
-                call, identity, request_id, error,
-                arrived_s=arrived_s, is_background=is_background, headers_sent_s=headers_sent_s,
-            )  # fmt: skip
+            told = {"arrived_s": arrived_s, "is_background": is_background, "headers_sent_s": headers_sent_s}
+            tell_refused(call, identity, request_id, error, **told)
         raise
     # Written before the engine is asked: an answer in one piece begins to come only when it is done.
     start = _start(call, identity, source, request_id, sent, wishes)
@@ -347,19 +346,14 @@ def _start(
     *,
     resumed: bool = False,
 ) -> TurnStart:
-    plan = sent.routed.plan
     return TurnStart(
         request_id,
         identity,
         ChatSource(source),
         call.hints.title,
-        sent.endpoint.model_name,
-        sent.endpoint.engine_id,
-        route=sent.mode,
         is_background=wishes.background or call.hints.background,
-        explanation=sent.routed.explanation.to_dict(),
-        predicted_first_token_s=plan.first_token_s if plan is not None else None,
         request_bytes=len(call.raw),
         resumed=resumed,
-        seen_wanted_engine_id=sent.seen_wanted_engine_id,
+        ends_session=wishes.ends_session,
+        **planned(sent),
     )

@@ -1,36 +1,37 @@
-"""The only writer of conversations, turns and API keys; and what pages ask about them, as frozen views."""
+"""The only writer of conversations and turns; and what pages ask about them, as frozen views."""
 
-import hashlib
-import secrets
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from celery import current_app
 from django.db import transaction
-from django.db.models import F, OuterRef, Q, Subquery
+from django.db.models import F, OuterRef, Subquery
 from django.utils import timezone
+from kombu.exceptions import OperationalError as BrokerError
 
 from engines.loading import touch
 from pools import router_views
-from pools.events import publish_on_commit
+from pools.events import Outage, publish_on_commit
 from sessions import snapshots
 from sessions.choices import TurnState
 from sessions.identity import Identity
-from sessions.models import ApiKey, ChatSession, Turn
+from sessions.models import ChatSession, Turn
 from sessions.times_told import TimesTold
 
-KEY_MARK = "sk-hydra-"
-KEY_BYTES = 32
-PREFIX_CHARS = len(KEY_MARK) + 6
-TOUCH_INTERVAL_S = 60.0
 # Longer than an engine lets any request run.
 TURN_LOST_AFTER_S = 3600.0
+ENDING_EXPIRES_S = 300.0
+# What of a turn's end is told in other ways than by a column of its own.
+_NO_COLUMNS = frozenset({"state", "split", "came", "ends_session"})
+_outage = Outage("sessions that have ended keep their places until they are idle")
 
 
 @dataclass(frozen=True)
 class TurnStart:
-    """A request as it arrived. `seen_wanted_engine_id` is the engine that its conversation was wanted on as it was routed."""
+    """A request as it arrived. `seen_wanted_engine_id` is the engine that its conversation was wanted on as it was routed;
+    `ends_session`: its client says that it is the conversation's last."""
 
     request_id: uuid.UUID
     identity: Identity
@@ -45,12 +46,14 @@ class TurnStart:
     request_bytes: int = 0
     resumed: bool = False
     seen_wanted_engine_id: int | None = None
+    ends_session: bool = False
 
 
 @dataclass(frozen=True)
 class TurnEnd:
     """How a request ended. Token counts are the engine's own, 0 where it did not get to tell them. `route` is the form in which
-    it was answered in the end, `split` what became of an answer over two engines, `came` where its time went."""
+    it was answered in the end, `split` what became of an answer over two engines, `came` where its time went. With
+    `ends_session` the conversation's place is given up behind it."""
 
     state: str
     engine_id: int
@@ -67,6 +70,7 @@ class TurnEnd:
     route: str = "solo"
     split: dict[str, Any] | None = None
     came: TimesTold | None = None
+    ends_session: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class SessionPlace:
 
 @dataclass(frozen=True)
 class ChatView:
-    """A conversation as pages list it. `state` is "running" while a turn of it runs, else its last turn's; "" without turns."""
+    """A conversation as pages list it. `state` is "running" while a turn of it runs, else its last turn's; "" without turns.
+    `split_engines` are those that share its last turn, who computes the prompt first; empty where one does all of it."""
 
     id: int
     title: str
@@ -93,20 +98,7 @@ class ChatView:
     state: str
     created_at: datetime
     last_active_at: datetime
-
-
-@dataclass(frozen=True)
-class KeyView:
-    """An API key without its secret."""
-
-    id: int
-    name: str
-    prefix: str
-    created_at: datetime
-    last_used_at: datetime | None
-    expires_at: datetime | None
-    revoked_at: datetime | None
-    is_valid: bool
+    split_engines: tuple[str, ...] = ()
 
 
 # --- turns -----------------------------------------------------------------------------------------
@@ -168,13 +160,12 @@ def end_turn(turn_id: int, end: TurnEnd) -> bool:
     """Write how a request ended and add its tokens to its conversation; False when it had already ended."""
     touch(end.engine_id)
     now = timezone.now()
-    values = {name: value for name, value in vars(end).items() if name not in ("state", "split", "came")}
+    values = {name: value for name, value in vars(end).items() if name not in _NO_COLUMNS}
     with transaction.atomic():
         running = Turn.objects.filter(pk=turn_id, state=TurnState.RUNNING)
-        if end.split is not None or end.came is not None:
-            explanation = running.values_list("explanation", flat=True).first() or {}
-            told = {"split": end.split, "came": end.came.to_dict() if end.came is not None else None}
-            values["explanation"] = explanation | {name: value for name, value in told.items() if value is not None}
+        explanation = _explained_at_end(running.values_list("explanation", flat=True).first(), end)
+        if explanation is not None:
+            values["explanation"] = explanation
         if not running.update(state=end.state, ended_at=now, **values):
             return False
         chat_id, is_background = Turn.objects.values_list("chat_id", "is_background").get(pk=turn_id)
@@ -185,7 +176,42 @@ def end_turn(turn_id: int, end: TurnEnd) -> bool:
             last_active_at=now,
         )
         publish_on_commit("chat", chat_id)
+        if end.ends_session and not is_background:
+            transaction.on_commit(lambda: _send_ending(turn_id), robust=True)
     return True
+
+
+def _send_ending(turn_id: int) -> None:
+    """An ending that gets lost costs a slot until the engine parks what is idle."""
+    if _outage.lasts:
+        return
+    try:
+        current_app.send_task("sessions.tasks.end_session", args=[turn_id], queue="control", expires=ENDING_EXPIRES_S)
+    except BrokerError as error:
+        _outage.tell(error)
+
+
+def session_to_end(turn_id: int) -> str | None:
+    """The key of the conversation whose last turn this is; None where another one came behind it, or it is gone."""
+    turn = Turn.objects.filter(pk=turn_id).values_list("chat_id", "chat__key_hash", "started_at").first()
+    if turn is None:
+        return None
+    chat_id, key, started_at = turn
+    later = Turn.objects.filter(chat_id=chat_id, is_background=False, started_at__gt=started_at)
+    return None if later.exists() else key
+
+
+def _explained_at_end(explanation: dict[str, Any] | None, end: TurnEnd) -> dict[str, Any] | None:
+    """The explanation with what became of it; None where there is nothing to add."""
+    told: dict[str, Any] = {}
+    if end.came is not None:
+        told["came"] = end.came.to_dict()
+    if end.split is not None:
+        told["split"] = end.split
+    elif explanation and "split" in explanation:
+        # The place that was had is another engine's, or another replica went on with it.
+        told["split"] = explanation["split"] | {"state": "", "fell_back": "another engine had to take it"}
+    return (explanation or {}) | told if told else None
 
 
 def sweep_turns(older_than_s: float = TURN_LOST_AFTER_S) -> int:
@@ -210,11 +236,6 @@ def session_place(session_key: str) -> SessionPlace:
         if view.ready
     )
     return SessionPlace(engine_id, wanted_engine_id, found)
-
-
-def wanted_engine(session_key: str) -> int | None:
-    """Where a conversation's next turn is wanted; None: wherever it costs least."""
-    return ChatSession.objects.filter(key_hash=session_key).values_list("wanted_engine_id", flat=True).first()
 
 
 @dataclass(frozen=True)
@@ -307,11 +328,14 @@ def turn_views(chat_id: int | None, limit: int) -> tuple[TurnView, ...]:
 def recent_sessions(limit: int = 20) -> tuple[ChatView, ...]:
     """The conversations that were active last, newest first."""
     turns = Turn.objects.filter(chat=OuterRef("pk"))
+    newest = turns.order_by("-started_at")
     chats = (
         ChatSession.objects.select_related("engine")
         .annotate(
             running=Subquery(turns.filter(state=TurnState.RUNNING).order_by().values("state")[:1]),
-            last_state=Subquery(turns.order_by("-started_at").values("state")[:1]),
+            last_state=Subquery(newest.values("state")[:1]),
+            last_route=Subquery(newest.values("route")[:1]),
+            last_split=Subquery(newest.values("explanation__split")[:1]),
         )
         .order_by("-last_active_at")[:limit]
     )
@@ -328,76 +352,9 @@ def recent_sessions(limit: int = 20) -> tuple[ChatView, ...]:
             state=chat.running or chat.last_state or "",
             created_at=chat.created_at,
             last_active_at=chat.last_active_at,
+            split_engines=(chat.last_split["prefill"], chat.last_split["decode"])
+            if chat.last_route == "pd" and chat.last_split
+            else (),
         )
         for chat in chats
-    )
-
-
-# --- keys ------------------------------------------------------------------------------------------
-
-
-def hash_key(key: str) -> str:
-    """What is stored of a key."""
-    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
-
-
-def create_key(
-    name: str, *, created_by_id: int | None = None, expires_at: datetime | None = None
-) -> tuple[KeyView, str]:
-    """Make an API key; returns its view and the key itself, which cannot be had again."""
-    key = KEY_MARK + secrets.token_urlsafe(KEY_BYTES)
-    row = ApiKey.objects.create(
-        name=name,
-        prefix=key[:PREFIX_CHARS],
-        key_hash=hash_key(key),
-        created_by_id=created_by_id,
-        expires_at=expires_at,
-    )
-    return _key_view(row), key
-
-
-def change_key(key_id: int, name: str, expires_at: datetime | None) -> bool:
-    """Change a key's name and when it expires (None: never); False when the row is gone."""
-    return bool(ApiKey.objects.filter(pk=key_id).update(name=name, expires_at=expires_at))
-
-
-def revoke_keys(key_ids: list[int]) -> int:
-    """Close these keys for good; returns how many were open until now."""
-    return ApiKey.objects.filter(pk__in=key_ids, revoked_at__isnull=True).update(revoked_at=timezone.now())
-
-
-def find_key(key: str) -> KeyView | None:
-    """The key that was presented, valid or not; None when there is none such."""
-    row = ApiKey.objects.filter(key_hash=hash_key(key)).first()
-    return None if row is None else _key_view(row)
-
-
-def keys_by_prefix(prefix: str = "") -> list[KeyView]:
-    """All keys whose first characters are `prefix`, newest first."""
-    return [_key_view(row) for row in ApiKey.objects.filter(prefix__startswith=prefix)]
-
-
-def touch_key(key_id: int) -> bool:
-    """Note that a key was used; written at most once a minute, whatever the traffic."""
-    now = timezone.now()
-    stale = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=TOUCH_INTERVAL_S))
-    return bool(ApiKey.objects.filter(stale, pk=key_id).update(last_used_at=now))
-
-
-def count_valid_keys() -> int:
-    """How many keys open the API now."""
-    alive = Q(expires_at__isnull=True) | Q(expires_at__gt=timezone.now())
-    return ApiKey.objects.filter(alive, revoked_at__isnull=True).count()
-
-
-def _key_view(row: ApiKey) -> KeyView:
-    return KeyView(
-        id=row.pk,
-        name=row.name,
-        prefix=row.prefix,
-        created_at=row.created_at,
-        last_used_at=row.last_used_at,
-        expires_at=row.expires_at,
-        revoked_at=row.revoked_at,
-        is_valid=row.is_valid,
     )

@@ -34,6 +34,9 @@ WRITE_TIMEOUT_S = 10.0
 # The write would contend with the first token for the interpreter; nobody misses a row that is this young.
 START_DELAY_S = 0.05
 
+# Of a turn's end, what its event tells elsewhere or not at all.
+_TOLD_APART = frozenset({"engine_id", "split", "came", "ends_session"})
+
 logger = logging.getLogger(__name__)
 # The loop keeps only weak references to tasks; a write must not be collected in the middle.
 _writes: set[asyncio.Task[Any]] = set()
@@ -59,6 +62,7 @@ class TurnRecord:
         self._marks: dict[str, float] = {}
         self._engine_name = ""
         self._node = ""
+        self._placed = asyncio.Event()
         self._begun = _keep(self._write_start()) if dialect.is_turn else None
 
     def saw(self, frames: bytes) -> None:
@@ -82,6 +86,14 @@ class TurnRecord:
         if isinstance(values, dict):
             self._form.note(values, self._facts)
 
+    def planned_anew(self, **fields: Any) -> None:
+        """The request goes elsewhere than was planned, before it was placed anywhere (see `sessions.turn_plan`)."""
+        self._start = replace(self._start, **fields)
+
+    def placed(self) -> None:
+        """The request has its place, and its plan is what the row is to tell."""
+        self._placed.set()
+
     async def begun(self) -> None:
         """Returns once the turn's start is written, or could not be."""
         if self._begun is not None:
@@ -90,6 +102,7 @@ class TurnRecord:
     def hand_over(self) -> None:
         """Another replica writes the end."""
         self._ended = True
+        self._placed.set()
 
     def mark(self, name: str) -> None:
         """Note that something happened now; of things that happen twice the last counts."""
@@ -129,6 +142,7 @@ class TurnRecord:
         if self._ended:
             return None
         self._ended = True
+        self._placed.set()
         outcome = self._outcome(state, error_code)
         if self.split is not None and self._begun is not None:
             return _keep(self._end_split(self.split, self._begun, outcome))
@@ -161,7 +175,7 @@ class TurnRecord:
             **{name: round(at_s, 6) for name, at_s in self._marks.items()},
             "request_bytes": start.request_bytes,
             **early_headers(self._headers_sent_s, self._arrived_s),
-            **{name: value for name, value in vars(outcome).items() if name not in ("engine_id", "split", "came")},
+            **{name: value for name, value in vars(outcome).items() if name not in _TOLD_APART},
             **({"split": outcome.split} if outcome.split is not None else {}),
             **({"expected": expected} if (expected := (explanation.get("chosen") or {}).get("terms")) else {}),
             **({"came": outcome.came.to_dict()} if outcome.came is not None else {}),
@@ -188,12 +202,15 @@ class TurnRecord:
             first_token_s=first_token_s,
             tokens_per_s=float(rate) if isinstance(rate, int | float) else None,
             answer_bytes=self._bytes,
-            route=self._start.route,
+            # What is shared tells its own outcome: see `_end_split`.
+            route="solo" if self._start.route == "pd" and self.split is None else self._start.route,
             came=times_told(facts.timings, first_token_s, duration_s),
+            ends_session=self._start.ends_session,
         )
 
     async def _write_start(self) -> int | None:
         await asyncio.sleep(START_DELAY_S)
+        await self._placed.wait()
         return await written(services.begin_turn, self._start)
 
     async def _write_end(self, begun: asyncio.Task[Any], outcome: TurnEnd) -> None:

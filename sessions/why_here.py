@@ -52,6 +52,8 @@ def described(turn: TurnView) -> str:
         told = f"{split.get('sent_bytes')} bytes, pause {split.get('pause_ms')} ms"
         if split.get("fell_back"):
             told = f"one engine did it all: {split['fell_back']}"
+        elif split.get("state") == "running":
+            told = "under way" if turn.state == "running" else "nobody knows what came of it"
         lines.append(f"  split: {split['prefill']} → {split['decode']}: {told}")
     for candidate in explanation.get("candidates", ()):
         terms = candidate["terms"]

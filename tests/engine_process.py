@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,15 @@ def free_port() -> int:
 
 
 class EngineProcess:
-    """`python -m engines.runtime` with one compute thread on a free port. Use as a context manager."""
+    """`python -m engines.runtime` with one compute thread on a free port. Use as a context manager.
 
-    def __init__(self, folder: Path, model_path: Path, **settings: Any) -> None:
+    `module` is what runs instead, with its own arguments before the engine's (`tests.slow_card`).
+    """
+
+    def __init__(
+        self, folder: Path, model_path: Path, *, module: Sequence[str] = ("engines.runtime",), **settings: Any
+    ) -> None:
+        self._module = module
         values: dict[str, Any] = {"slots": 4, "context_tokens": 1024, "threads": 1, "port": free_port()}
         self.config = EngineConfig(model_path=str(model_path), model_name="test-model", **{**values, **settings})
         self.base_url = f"http://127.0.0.1:{self.config.port}"
@@ -61,7 +67,7 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engines.runtime", "--config", str(self._config_path)],
+                [sys.executable, "-m", *self._module, "--config", str(self._config_path)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

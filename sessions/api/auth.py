@@ -18,10 +18,10 @@ from django.http import HttpRequest
 
 from engines.browser_guard import foreign_page, host_name, is_loopback
 from pools.db import REQUEST_PATIENCE_S, in_db_within
-from sessions import services
+from sessions import api_keys
+from sessions.api_keys import KeyView
 from sessions.errors import AuthenticationRequired, ForeignOrigin, KeyInvalid
 from sessions.identity import Owner
-from sessions.services import KeyView
 
 # How long a revoked key may still work.
 KEY_CACHE_S = 5.0
@@ -39,7 +39,7 @@ class KeyRing:
     async def check(self, key: str) -> KeyView:
         """The valid key of this text. Raises KeyInvalid."""
         now = time.monotonic()
-        digest = services.hash_key(key)
+        digest = api_keys.hash_key(key)
         known = self._known.get(digest)
         if known is not None and now - known[1] < KEY_CACHE_S and known[0].is_valid:
             return known[0]
@@ -60,7 +60,7 @@ async def authenticate(request: HttpRequest) -> Owner:
     """Who sent this request. Raises KeyInvalid, AuthenticationRequired (401) or ForeignOrigin (403)."""
     key = _presented_key(request)
     is_open = _is_open(request)
-    if key is not None and (not is_open or key.startswith(services.KEY_MARK)):
+    if key is not None and (not is_open or key.startswith(api_keys.KEY_MARK)):
         return Owner(api_key_id=(await _ring.check(key)).id)
     foreign = foreign_page(request.headers)
     if is_open:
@@ -74,9 +74,9 @@ async def authenticate(request: HttpRequest) -> Owner:
 
 
 def _find_and_touch(key: str) -> KeyView | None:
-    view = services.find_key(key)
+    view = api_keys.find_key(key)
     if view is not None and view.is_valid:
-        services.touch_key(view.id)
+        api_keys.touch_key(view.id)
     return view
 
 

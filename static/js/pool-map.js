@@ -169,7 +169,7 @@ function createSlot() {
 }
 
 function updateSlot(element, cell) {
-  const words = { idle: "idle", prefill: "reading", decode: "writing" };
+  const words = { idle: "idle", prefill: "reading", decode: "writing", restore: "receiving", export: "sending" };
   setAttribute(element, "data-state", cell.state);
   element.style.setProperty("--progress", cell.progress ?? 0);
   setText(part(element, "state"), words[cell.state] ?? cell.state);

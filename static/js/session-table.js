@@ -46,7 +46,8 @@ function updateRow(row, { chat, key, now }) {
   updateTitle(title, chat.title || `Session ${chat.id}`, key);
   setAttribute(title, "title", `Session ${chat.id}, from the ${chat.source === "api" ? "API" : chat.source}`);
   setText(model, chat.model_name || UNKNOWN);
-  setText(engine, chat.engine_name || UNKNOWN);
+  setText(engine, chat.split_engines.join(" → ") || chat.engine_name || UNKNOWN);
+  setAttribute(engine, "title", chat.split_engines.length ? `${chat.split_engines[0]} computes the last prompt, ${chat.split_engines[1]} writes the answer` : null);
   setText(turns, count(chat.turn_count));
   setText(input, count(chat.prompt_tokens));
   setText(output, count(chat.completion_tokens));

@@ -67,3 +67,13 @@ def test_what_came_stands_under_the_names_of_what_was_expected() -> None:
     assert [(part.name, part.seconds) for part in entry.happened] == [
         ("queue", 1.5), ("fixed", 0.5), ("prefill", 2.0), ("decode", 1.0),
     ]  # fmt: skip
+
+
+def test_a_split_tells_how_it_stands_and_no_more_than_is_known() -> None:
+    plan = {"split": {"prefill": "a", "decode": "b", "state": "running"}}
+    running = explained(a_turn(plan, state="running")).split
+    assert running is not None
+    assert (running.prefill, running.decode, running.runs, running.fell_back) == ("a", "b", True, "")
+    lost = explained(a_turn(plan, state="failed")).split
+    assert lost is not None
+    assert (lost.runs, lost.fell_back) == (False, "nobody knows what came of it")

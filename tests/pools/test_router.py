@@ -268,6 +268,8 @@ def test_the_run_mode_says_whether_engines_are_shared() -> None:
     assert mode(20_000, run_mode="concurrency") == "solo"
     assert mode(20_000, run_mode="concurrency", force_mode="pd") == "pd"
     assert (mode(1_000), mode(1_000, run_mode="fast")) == ("solo", "pd")
+    (short,) = route(request(1_000, 500), pool).explanation.refusals
+    assert (short.mode, short.engine, short.reason) == ("pd", "e1 and another", Reason.SHORT)
     assert mode(20_000, movable=False) == "solo"
     refusals = route(request(20_000, movable=False, force_mode="pd"), pool).explanation.refusals
     assert Reason.FIXED in {refusal.reason for refusal in refusals}

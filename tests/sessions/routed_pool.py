@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,10 +75,12 @@ def routed_pool(
     *,
     moves: bool = False,
     others: Mapping[int, SyntheticModel] = MappingProxyType({}),
+    cards: Sequence[tuple[float, float]] = (),
     **settings: Any,
 ) -> Iterator[RoutedPool]:
     """With `moves` the engines speak the binary protocol, so that conversations can move between them. Engines of a number that
-    is in `others` serve that file of the model."""
+    is in `others` serve that file of the model. With `cards` they are as slow as these: seconds of a step, and of a prompt's
+    token (`tests.slow_card`)."""
     with ExitStack() as stack:
         pool = RoutedPool(store=stack.enter_context(store_on_tmpfs(folder)))
         assert pool.store is not None
@@ -93,7 +95,10 @@ def routed_pool(
         for number in range(count):
             rpc = {"rpc_port": free_port()} if moves else {}
             path = others.get(number, model).path
-            engine = EngineProcess(folder, path, **{**values, **SPEEDS[number % 3], **rpc})
+            own = SPEEDS[number % 3]
+            if cards:
+                own = {"module": ("tests.slow_card", *map(str, cards[number]))}
+            engine = EngineProcess(folder, path, **{**values, **own, **rpc})
             pool.engines[f"cpu-{number}"] = stack.enter_context(engine)
         yield pool
 

@@ -15,7 +15,7 @@ from django.urls import reverse
 
 from engines.models import Engine
 from pools.models import Model
-from sessions import services
+from sessions import api_keys
 from sessions.models import ApiKey
 from tests.rows import add_engine, add_model
 from tests.synthetic_gguf import SyntheticModel
@@ -60,7 +60,7 @@ def test_every_row_has_a_page() -> None:
 
 @pytest.mark.parametrize("label", pages())
 def test_every_list_opens_with_rows_in_it(browser: Client, engine: Engine, label: str) -> None:
-    services.create_key("laptop")
+    api_keys.create_key("laptop")
     answer = browser.get(reverse(f"admin:{label.replace('.', '_')}_changelist"))
     assert answer.status_code == 200
 
@@ -71,17 +71,17 @@ def test_a_new_key_is_shown_once_and_stored_as_a_hash(browser: Client) -> None:
     answer = browser.post(add, {"name": "laptop", "expires_at_0": "", "expires_at_1": ""}, follow=True)
     row = ApiKey.objects.get()
     shown = answer.content.decode().split("shown only this once: ")[1].split("<")[0].strip()
-    assert row.key_hash == services.hash_key(shown)
+    assert row.key_hash == api_keys.hash_key(shown)
     change = browser.get(reverse("admin:hydra_sessions_apikey_change", args=[row.pk])).content.decode()
     assert shown not in change
     assert row.key_hash not in change
 
 
 def test_keys_are_revoked_by_an_action(browser: Client) -> None:
-    view, _ = services.create_key("laptop")
+    view, _ = api_keys.create_key("laptop")
     chosen = {"action": "revoke", "_selected_action": [view.id]}
     browser.post(reverse("admin:hydra_sessions_apikey_changelist"), chosen)
-    assert services.count_valid_keys() == 0
+    assert api_keys.count_valid_keys() == 0
 
 
 def test_engines_are_commanded_by_actions(browser: Client, engine: Engine) -> None:

@@ -9,7 +9,7 @@ from asgiref.sync import async_to_sync
 from django.contrib.auth import get_user_model
 from django.test import AsyncRequestFactory, Client
 
-from sessions import services
+from sessions import api_keys
 from sessions.api.auth import authenticate
 from sessions.errors import AuthenticationRequired, ForeignOrigin, KeyInvalid
 from sessions.identity import Owner
@@ -68,7 +68,7 @@ def test_the_sites_own_pages_are_not_foreign() -> None:
 def test_whoever_may_come_from_elsewhere_needs_a_key(request_of: dict[str, Any]) -> None:
     with pytest.raises(AuthenticationRequired):
         ask(**request_of)
-    view, key = services.create_key("remote")
+    view, key = api_keys.create_key("remote")
     assert ask(**request_of, Authorization=f"Bearer {key}") == Owner(api_key_id=view.id)
 
 
@@ -76,7 +76,7 @@ def test_a_site_beyond_loopback_needs_a_key_from_everybody(settings: Any) -> Non
     settings.HYDRA_BIND = "0.0.0.0"
     with pytest.raises(AuthenticationRequired):
         ask()
-    view, key = services.create_key("mine")
+    view, key = api_keys.create_key("mine")
     assert ask(x_api_key=key) == Owner(api_key_id=view.id)
     assert ask(Authorization=f"bearer  {key} ") == Owner(api_key_id=view.id)
 
@@ -102,23 +102,23 @@ def test_an_empty_key_is_no_key() -> None:
 
 
 def test_a_key_opens_the_api_to_web_pages_too() -> None:
-    view, key = services.create_key("page")
+    view, key = api_keys.create_key("page")
     assert ask(Origin="http://other.example", Authorization=f"Bearer {key}") == Owner(api_key_id=view.id)
 
 
 def test_a_revoked_key_stops_working_once_it_is_not_remembered_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, key = services.create_key("short")
+    view, key = api_keys.create_key("short")
     assert ask(Authorization=f"Bearer {key}") == Owner(api_key_id=view.id)
-    services.revoke_keys([view.id])
+    api_keys.revoke_keys([view.id])
     monkeypatch.setattr("sessions.api.auth.KEY_CACHE_S", 0.0)
     with pytest.raises(KeyInvalid):
         ask(Authorization=f"Bearer {key}")
 
 
 def test_the_use_of_a_key_is_noted() -> None:
-    view, key = services.create_key("noted")
+    view, key = api_keys.create_key("noted")
     ask(Authorization=f"Bearer {key}")
-    (noted,) = services.keys_by_prefix(view.prefix)
+    (noted,) = api_keys.keys_by_prefix(view.prefix)
     assert noted.last_used_at is not None
 
 

@@ -22,7 +22,7 @@ from engines.models import Engine
 from hydra_site.supervisor.home import Services
 from pools.hub_catalogue import HUB_MODELS
 from pools.models import Gpu, Host, Model
-from sessions import services
+from sessions import api_keys
 from tests.conftest import PulledModel
 from tests.local_hub import LocalHub
 from tests.synthetic_gguf import SyntheticModel
@@ -158,7 +158,7 @@ def test_pull_says_in_one_line_what_is_wrong(call: Callable[..., str], argument:
 
 def test_a_key_is_made_listed_and_revoked(manage: Run, call: Callable[..., str]) -> None:
     key = manage("apikey", "create", "laptop", "--expires-days", "1").stdout.strip()
-    found = services.find_key(key)
+    found = api_keys.find_key(key)
     assert found is not None
     assert found.is_valid
     assert found.expires_at is not None
@@ -166,7 +166,7 @@ def test_a_key_is_made_listed_and_revoked(manage: Run, call: Callable[..., str])
     assert "laptop" in listed
     assert key not in listed
     call("apikey", "revoke", found.prefix)
-    again = services.find_key(key)
+    again = api_keys.find_key(key)
     assert again is not None
     assert not again.is_valid
     with pytest.raises(CommandError, match="no open keys begin with"):

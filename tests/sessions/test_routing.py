@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pools.db import in_db
-from sessions import leases, services, snapshots
+from sessions import api_keys, leases, services, snapshots, tasks
+from sessions.models import Turn
 from sessions.relayed_request import lease_desk
 from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess
@@ -144,7 +145,7 @@ async def test_a_conversation_moves_when_its_engine_is_busy_and_when_it_is_gone(
 
 async def test_a_key_cannot_touch_the_session_of_another(start: Any) -> None:
     await start("llama", 2)
-    ann, bob = [(await in_db(services.create_key, name))[1] for name in ("ann", "bob")]
+    ann, bob = [(await in_db(api_keys.create_key, name))[1] for name in ("ann", "bob")]
     as_ann, as_bob = ({"Authorization": f"Bearer {key}"} for key in (ann, bob))
     client = LocalClient()
     hers = Conversation(client, {**as_ann, "X-Session-Id": "same"})
@@ -179,7 +180,7 @@ async def test_a_key_cannot_touch_the_session_of_another(start: Any) -> None:
     assert parked.json()["state"] == "parked"
     for name in (session, "same"):
         # A key of its own each time: what the first one had computed would be the second one's, too.
-        as_eve = {"Authorization": f"Bearer {(await in_db(services.create_key, f'eve of {name}'))[1]}"}
+        as_eve = {"Authorization": f"Bearer {(await in_db(api_keys.create_key, f'eve of {name}'))[1]}"}
         eves = Conversation(client, {**as_eve, **forged, "X-Session-Id": name}, list(hers.messages[:3]))
         eves_headers, eves_usage = await eves.say("What is it?", user=name, prompt_cache_key=name)
         assert eves_headers["X-Hydra-Session"] != session
@@ -219,7 +220,20 @@ async def test_a_session_is_parked_moved_and_deleted(start: Any) -> None:
     headers, again = await talk.say("And more.")
     assert headers["X-Hydra-Engine"] == other
     assert again[USAGE]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
+    # A client that says that it has ended frees its place, and finds what was saved if it comes back.
+    talk.headers["X-Dynamo-Session-Final"] = "true"
+    _, last = await talk.say("Thank you.")
     await wait_for_writes(PATIENCE_S)
+    newest = await in_db(lambda: Turn.objects.latest("started_at").pk)
+    await in_db(tasks.end_session, newest)
+    shown = (await client.get(f"/v1/sessions/{session}")).json()
+    assert (shown["state"], shown["held"]) == ("parked", [])
+    del talk.headers["X-Dynamo-Session-Final"]
+    _, again = await talk.say("One more thing.")
+    assert again[USAGE]["cached_tokens"] >= 0.9 * last["prompt_tokens"]
+    await wait_for_writes(PATIENCE_S)
+    await in_db(tasks.end_session, newest)
+    assert (await client.get(f"/v1/sessions/{session}")).json()["state"] == "warm", "somebody has gone on"
     assert (await client.delete(f"/v1/sessions/{session}")).json()["deleted"]
     assert (await client.get(f"/v1/sessions/{session}")).status_code == 404
     rates = [await asyncio.to_thread(engine.get, "/rates") for engine in pool.engines.values()]

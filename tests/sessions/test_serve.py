@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hydra_site.supervisor.home import Services
-from sessions import services
+from sessions import api_keys
 from sessions.models import Turn
 from tests.engine_process import EngineProcess
 from tests.rows import add_engine, add_model, set_ready
@@ -106,7 +106,7 @@ def test_beyond_loopback_it_refuses_to_start_without_a_key(db: None, servers: Se
 
 
 def test_beyond_loopback_it_serves_whoever_has_a_key(db: None, servers: Services, tmp_path: Path) -> None:
-    _, key = services.create_key("remote")
+    _, key = api_keys.create_key("remote")
     opened = Site(tmp_path, servers, HYDRA_BIND="0.0.0.0")
     opened.start()
     try:

@@ -1,19 +1,22 @@
-"""Conversations, turns and keys as rows."""
+"""Conversations and turns as rows."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import current_app
 from django.utils import timezone
 
 from engines.models import Engine
 from sessions import services
 from sessions.identity import Identity, Owner
-from sessions.models import ApiKey, ChatSession, Turn
+from sessions.models import ChatSession, Turn
 from sessions.services import TurnEnd, TurnStart
 from tests.rows import add_engine, add_model
 from tests.synthetic_gguf import SyntheticModel
@@ -53,6 +56,40 @@ def test_a_turn_ends_once(engine: Engine) -> None:
     assert ChatSession.objects.get().prompt_tokens == 10
 
 
+def test_a_split_that_did_not_begin_says_so_at_its_turns_end(engine: Engine) -> None:
+    plan = {"why": "it costs least", "split": {"prefill": "cpu-0", "decode": "cpu-1", "state": "running"}}
+    turn = services.begin_turn(replace(start(engine), route="pd", explanation=plan))
+    assert services.recent_sessions()[0].split_engines == ("cpu-0", "cpu-1")
+    services.end_turn(turn, end(engine))
+    told = Turn.objects.get().explanation
+    assert (told["why"], told["split"]["state"]) == ("it costs least", "")
+    assert told["split"]["fell_back"] == "another engine had to take it"
+    assert services.recent_sessions()[0].split_engines == ()
+
+
+def test_a_last_turn_has_its_sessions_place_given_up_on_commit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(current_app, "send_task", lambda name, **options: sent.append((name, options)))
+    last = replace(end(engine), ends_session=True)
+    turns = [services.begin_turn(start(engine)) for _ in range(2)]
+    with django_capture_on_commit_callbacks(execute=True):
+        services.end_turn(turns[0], end(engine))
+        services.end_turn(turns[1], last)
+        services.end_turn(turns[1], last)
+        assert sent == []
+    (told,) = sent
+    assert told == ("sessions.tasks.end_session", {"args": [turns[1]], "queue": "control", "expires": 300.0})
+    # Behind the first one came another, so nothing ends with it.
+    assert [services.session_to_end(turn) for turn in (*turns, 0)] == [None, "a" * 64, None]
+    aside = services.begin_turn(replace(start(engine), is_background=True))
+    with django_capture_on_commit_callbacks(execute=True):
+        services.end_turn(aside, last)
+    assert len(sent) == 1
+    assert services.session_to_end(turns[1]) == "a" * 64
+
+
 def test_a_turn_whose_site_died_is_closed_later(engine: Engine) -> None:
     services.begin_turn(start(engine))
     assert services.sweep_turns() == 0
@@ -76,37 +113,3 @@ def test_a_conversation_survives_its_engine(engine: Engine) -> None:
     engine.delete()
     (chat,) = services.recent_sessions()
     assert chat.engine_name == ""
-
-
-def test_a_key_is_stored_only_as_its_hash_and_found_by_itself(db: None) -> None:
-    view, key = services.create_key("laptop")
-    assert key.startswith(view.prefix)
-    row = ApiKey.objects.get()
-    assert key not in {str(value) for value in vars(row).values()}
-    found = services.find_key(key)
-    assert found is not None
-    assert found.id == view.id
-    assert services.find_key(key + "x") is None
-    assert services.find_key("\udc80") is None
-
-
-def test_revoked_and_expired_keys_are_not_valid(db: None) -> None:
-    revoked, _ = services.create_key("revoked")
-    services.create_key("expired", expires_at=timezone.now() - timedelta(seconds=1))
-    services.create_key("open", expires_at=timezone.now() + timedelta(days=1))
-    assert services.revoke_keys([revoked.id]) == 1
-    assert services.revoke_keys([revoked.id]) == 0
-    assert {key.name: key.is_valid for key in services.keys_by_prefix()} == {
-        "revoked": False,
-        "expired": False,
-        "open": True,
-    }
-    assert services.count_valid_keys() == 1
-
-
-def test_use_of_a_key_is_written_once_a_minute(db: None) -> None:
-    view, _ = services.create_key("busy")
-    assert services.touch_key(view.id)
-    assert not services.touch_key(view.id)
-    ApiKey.objects.update(last_used_at=timezone.now() - timedelta(seconds=services.TOUCH_INTERVAL_S + 1))
-    assert services.touch_key(view.id)

@@ -16,7 +16,7 @@ from engines.client import close_client_session
 from engines.errors import NoEngineReady
 from engines.models import Engine
 from pools.db import in_db
-from sessions import kept_stream, services
+from sessions import api_keys, kept_stream
 from sessions.dialects import CHAT
 from sessions.engine_call import EngineCall
 from sessions.errors import StreamStopped, StreamUnknown, TooManyStreams
@@ -195,7 +195,7 @@ async def test_stopping_frees_the_engine_and_keeps_what_was_said(api: AsyncClien
 
 
 async def test_another_owner_does_not_find_it(api: AsyncClient, engine: PacedEngine) -> None:
-    _, key = await in_db(services.create_key, "other")
+    _, key = await in_db(api_keys.create_key, "other")
     engine.allow(6)
     answer = await ask(api, X_Conversation_Id="mine")
     stranger = {"Authorization": f"Bearer {key}"}

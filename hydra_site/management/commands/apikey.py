@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import timezone
 
 from hydra_site.management.database import borrowed_database
-from sessions import services
+from sessions import api_keys
 
 MAX_DAYS = 36500
 
@@ -36,7 +36,7 @@ class Command(BaseCommand):
         elif options["action"] == "revoke":
             self._revoke(options["prefix"])
         else:
-            for key in services.keys_by_prefix():
+            for key in api_keys.keys_by_prefix():
                 state = "open" if key.is_valid else "revoked" if key.revoked_at else "expired"
                 used = f"last used {key.last_used_at:%Y-%m-%d %H:%M}" if key.last_used_at else "never used"
                 self.stdout.write(f"{key.prefix}…  {state:8}  {used:27}  {key.name}")
@@ -47,13 +47,13 @@ class Command(BaseCommand):
         if days is not None and not 1 <= days <= MAX_DAYS:
             raise CommandError(f"--expires-days takes 1 to {MAX_DAYS}")
         expires_at = None if days is None else timezone.now() + timedelta(days=days)
-        _, key = services.create_key(name.strip(), expires_at=expires_at)
+        _, key = api_keys.create_key(name.strip(), expires_at=expires_at)
         self.stderr.write("This key is shown only this once:")
         self.stdout.write(key)
 
     def _revoke(self, prefix: str) -> None:
-        found = [key for key in services.keys_by_prefix(prefix) if key.revoked_at is None] if prefix else []
+        found = [key for key in api_keys.keys_by_prefix(prefix) if key.revoked_at is None] if prefix else []
         if len(found) != 1:
             raise CommandError(f"{len(found) or 'no'} open keys begin with {prefix!r}; `apikey list` shows them")
-        services.revoke_keys([found[0].id])
+        api_keys.revoke_keys([found[0].id])
         self.stdout.write(f"revoked {found[0].prefix}… ({found[0].name})")

@@ -23,6 +23,7 @@ from pools import services as pools
 from pools.errors import ModelUnknown, PoolError
 from pools.probe import read_gpus, read_host
 from pools.services import VariantView
+from sessions import api_keys
 from sessions import services as sessions
 
 ADMIN_NAME = "admin"
@@ -44,7 +45,7 @@ class Command(BaseCommand):
         make_engine(host_id, register_default_model())
         sessions.sweep_turns()
         start_host()
-        outcome = {"admin_created": created, "admin_password": password, "api_keys": sessions.count_valid_keys()}
+        outcome = {"admin_created": created, "admin_password": password, "api_keys": api_keys.count_valid_keys()}
         self.stdout.write(json.dumps(outcome))
 
 
