@@ -118,13 +118,15 @@ class ReadyEngines:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What an operator, or a client's own header, asks of the way a request goes. All of it may take `budget_s`."""
+    """What an operator, or a client's own header, asks of the way a request goes. All of it may take `budget_s`. With
+    `ends_session` nobody will go on with its conversation."""
 
     engine_name: str = ""
     mode: Mode | None = None
     background: bool = False
     budget_s: float = REQUEST_BUDGET_S
     run_mode: RunMode | None = None
+    ends_session: bool = False
 
 
 NO_WISHES = Wishes()
@@ -187,9 +189,15 @@ class Dispatcher:
         await self.board.look(await self.ready.refresh(model_name))
 
     async def choose(
-        self, call: EngineCall, identity: Identity, wishes: Wishes = NO_WISHES, without: Sequence[EngineEndpoint] = ()
+        self,
+        call: EngineCall,
+        identity: Identity,
+        wishes: Wishes = NO_WISHES,
+        without: Sequence[EngineEndpoint] = (),
+        wanted_engine_id: int | None = None,
     ) -> Dispatched:
-        """The engine for a request; `without` those that have failed it already.
+        """The engine for a request; `without` those that have failed it already. `wanted_engine_id` is where a person wants it,
+        as far as the caller knows.
 
         Raises ModelNotFound, NoEngineReady, and PoolBusy when all waiting lines are full.
         """
@@ -201,6 +209,9 @@ class Dispatcher:
         is_background = wishes.background or call.hints.background
         session = identity.key_hash if call.is_conversation and not is_background else ""
         request, held, place = await self._request(call, identity, session, endpoints)
+        if wanted_engine_id is not None:
+            place = replace(place, wanted_engine_id=wanted_engine_id)
+        request = replace(request, force_engine=_wanted_of(place, endpoints))
         request = replace(request, background=is_background, **self._forced(wishes, endpoints))
         if without:
             # What has failed once is not shared again, whoever asked for that.
@@ -248,19 +259,17 @@ class Dispatcher:
             # may read it there.
             if held != 0:
                 tokens = {recent.engine_id: recent.tokens if held is None else held}
-                if self.board.has_room(endpoint):
-                    place = SessionPlace(wanted_engine_id=await self.places.wanted(session))
-                else:
-                    place = await self.places.look_up(session)
-                forced = _wanted_of(place, endpoints)
-                return replace(request, home=recent.engine_id, force_engine=forced), tokens, place
+                # Where it is wanted, its lease will tell.
+                roomy = self.board.has_room(endpoint)
+                place = SessionPlace() if roomy else await self.places.look_up(session)
+                return replace(request, home=recent.engine_id), tokens, place
         told = {endpoint.engine_id: self.board.holds(endpoint, session) for endpoint in endpoints}
         warm = [(tokens, engine_id) for engine_id, tokens in told.items() if tokens]
         if len(hints.chain) <= 1 and not warm:
             return request, {}, SessionPlace()
         place = await self.places.look_up(session)
         home = max(warm)[1] if warm else place.engine_id
-        return replace(request, home=home, force_engine=_wanted_of(place, endpoints)), {}, place
+        return replace(request, home=home), {}, place
 
     def _prompt_tokens(self, scope: str, call: EngineCall, model: str) -> tuple[int, int]:
         """From the longest beginning whose tokens an answer has told, and a guess for the rest; and how many it has at least."""

@@ -87,6 +87,7 @@ class Failover:
         sent = await dispatcher().choose(request.call, request.identity, wishes, failed)
         request.sent = replace(sent, decode=None)
         await request.take_place()
+        request.record.placed()
         engine = request.sent.endpoint
         try:
             response = await self._asked(engine, from_event)

@@ -20,7 +20,10 @@ from django.db.models.functions import Now
 from sessions.models import SlotLease
 
 LEASE_S = 60.0
-ACQUIRE = "SELECT outcome, leased_engine, others FROM hydra_lease(%s, %s, %s, %s::bigint[], %s::integer[], %s, %s)"
+ACQUIRE = (
+    "SELECT outcome, leased_engine, others, wanted_engine"
+    " FROM hydra_lease(%s, %s, %s, %s::bigint[], %s::integer[], %s, %s)"
+)
 Outcome = Literal["leased", "busy", "duplicate"]
 
 
@@ -41,19 +44,20 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Lease:
-    """What came of it. `engine_id` is None unless it is leased; `others` were on that engine before."""
+    """What came of it. `engine_id` is None unless it is leased; `others` were on that engine before. `wanted_engine_id` is where
+    a person wants the session's next turn, leased there or not."""
 
     outcome: Outcome
     engine_id: int | None = None
     others: int = 0
+    wanted_engine_id: int | None = None
 
 
 def acquire(wanted: Wanted) -> Lease:
     """One round trip. The lease lasts LEASE_S unless it is prolonged."""
     with connection.cursor() as cursor:
         cursor.execute(ACQUIRE, arguments(wanted))
-        outcome, engine_id, others = cursor.fetchone()
-    return Lease(outcome, engine_id, others)
+        return Lease(*cursor.fetchone())
 
 
 def arguments(wanted: Wanted) -> list[object]:
@@ -87,6 +91,15 @@ def release_all(owner: str) -> int:
 def sweep() -> int:
     """Remove leases of processes that died; returns how many."""
     return SlotLease.objects.filter(expires_at__lt=Now()).delete()[0]
+
+
+def engines_of(sessions: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Where requests of these conversations run or wait; those with none are left out."""
+    leased = SlotLease.objects.filter(session__in=[one for one in sessions if one], expires_at__gte=Now())
+    found: dict[str, tuple[int, ...]] = {}
+    for session, engine_id in leased.order_by("created_at").values_list("session", "engine_id"):
+        found[session] = (*found.get(session, ()), engine_id)
+    return found
 
 
 def live() -> dict[int, int]:

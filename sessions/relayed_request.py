@@ -22,10 +22,12 @@ from sessions.errors import EngineRefused, RequestInProgress
 from sessions.follow import FOLLOWED, FOLLOWS_HEADER, Follower
 from sessions.identity import Identity
 from sessions.lease_desk import LeaseDesk
+from sessions.leases import Lease
 from sessions.per_loop import PerLoop
 from sessions.split import Split
 from sessions.stream_journal import JOURNAL_HEADER
 from sessions.turn import TurnRecord, written
+from sessions.turn_plan import planned
 
 MAX_REFUSAL_BYTES = 1 << 20
 # Another engine may well answer what this one cannot now.
@@ -36,6 +38,9 @@ MOST_MOVES = 16
 SESSION_HEADER, TENANT_HEADER, RESUME_HEADER = "X-Hydra-Session", "X-Hydra-Tenant", "X-Hydra-Resume-From"
 BUDGET_HEADER = "X-Hydra-Budget-S"
 MAX_STORES = 4
+# A client that asks again elsewhere rather waits than is refused, but not longer than proxies bear silence; then it is told to
+# ask later.
+DUPLICATE_PATIENCE_S, DUPLICATE_LOOK_S = 20.0, 0.5
 # An engine ends a request itself when its time is up, between two steps. One that does not has frozen.
 GRACE_S = 5.0
 
@@ -88,8 +93,11 @@ class RelayedRequest:
                 raise
             raise time_up() from error
 
-    async def take_place(self) -> None:
-        """Lease a place on the chosen engine, or on the one where the session runs. Raises PoolBusy or RequestInProgress."""
+    async def take_place(self) -> int | None:
+        """Lease a place on the chosen engine, or on the one where the session runs. Raises PoolBusy or RequestInProgress.
+
+        Returns the engine that a person wants the session on, as the lease told.
+        """
         board, sent = dispatcher().board, self.sent
         self._tries += 1
         # At once, so that whoever is routed meanwhile sees it there.
@@ -101,17 +109,56 @@ class RelayedRequest:
         except BaseException:
             board.leave(sent.endpoint)
             raise
-        if lease is not None and lease != sent.endpoint.engine_id:
+        if lease is not None and lease.engine_id not in (None, sent.endpoint.engine_id):
             board.leave(sent.endpoint)
-            self.sent = sent.on(lease)
+            self.sent = sent.on(lease.engine_id)
             board.enter(self.sent.endpoint, self.sent.missing_tokens)
         self._stands = True
         self.record.sent_to(self.sent.endpoint)
         expected_tokens = self.sent.routed.explanation.prompt_tokens
         dispatcher().places.note(self.sent.session, self.sent.endpoint.engine_id, expected_tokens)
+        return lease.wanted_engine_id if lease is not None else None
 
-    async def _leased(self) -> int | None:
-        """The engine that a place was leased on; None for what needs none."""
+    async def take_first_place(self, failed: list[EngineEndpoint]) -> None:
+        """The same, where the session is wanted: a warm turn learns that with its lease, and is chosen for once more."""
+        wanted_id = await self._take_turn(failed)
+        if wanted_id is not None and wanted_id != self.sent.seen_wanted_engine_id:
+            await self._meet(wanted_id, failed)
+        self.record.placed()
+
+    async def _take_turn(self, failed: list[EngineEndpoint]) -> int | None:
+        """As `take_place`; the same request (see Idempotency-Key) that another replica has is waited for a little."""
+        until_s = time.monotonic() + min(DUPLICATE_PATIENCE_S, self.left_s)
+        while True:
+            try:
+                return await self.take_place()
+            except RequestInProgress:
+                if time.monotonic() + DUPLICATE_LOOK_S > until_s:
+                    raise
+            await asyncio.sleep(DUPLICATE_LOOK_S)
+            # The pool has gone on meanwhile.
+            self.sent = await dispatcher().choose(self.call, self.identity, self.wishes, failed)
+            self.record.planned_anew(**planned(self.sent))
+
+    async def _meet(self, wanted_id: int, failed: list[EngineEndpoint]) -> None:
+        """Go where the session is wanted; where that cannot be, the place that it has is kept."""
+        try:
+            sent = await dispatcher().choose(self.call, self.identity, self.wishes, failed, wanted_id)
+        except EngineError as nobody:
+            logger.info("a wish cannot be met: %s", nobody)
+            sent = replace(self.sent, seen_wanted_engine_id=wanted_id)
+        if sent.endpoint.engine_id == self.sent.endpoint.engine_id:
+            # Whatever stood against it, the wish is over.
+            self.sent = replace(self.sent, seen_wanted_engine_id=wanted_id)
+        else:
+            self._leave_board()
+            self.sent = sent
+            self._tries -= 1
+            await self.take_place()
+        self.record.planned_anew(**planned(self.sent))
+
+    async def _leased(self) -> Lease | None:
+        """None for what needs none."""
         if not self.call.dialect.is_turn:
             return None
         sent = self.sent
@@ -120,7 +167,7 @@ class RelayedRequest:
             raise RequestInProgress("A request with this Idempotency-Key is being answered.")
         if lease.engine_id is None:
             raise dispatcher().busy(sent.endpoint.model_name)
-        return lease.engine_id
+        return lease
 
     def begin_split(self) -> None:
         """Where two engines are to share the request: it goes to the first, and the second is told to take it over."""
@@ -214,8 +261,9 @@ async def send(request: RelayedRequest) -> aiohttp.ClientResponse:
     failed: list[EngineEndpoint] = []
     for tries_left in reversed(range(MOST_TRIES)):
         try:
-            await request.take_place()
+            await request.take_first_place(failed)
         except BaseException:
+            request.step_back()
             lease_desk().release(request.request_id)
             raise
         engine = request.sent.endpoint

@@ -1,4 +1,4 @@
-"""Where a conversation was last, as this process remembers it and as the rows say; a warm one costs one short question."""
+"""Where a conversation was last, as this process remembers it and as the rows say; a warm one costs no question."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ MAX_PLACES = 20_000
 TRUSTED_S = 30.0
 # What the rows say only makes a turn cheaper.
 PATIENCE_S = 2.0
-# The one question that a warm turn asks.
-WISH_PATIENCE_S = 0.25
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +53,6 @@ class SessionPlaces:
 
     def forget(self, session: str) -> None:
         self._known.pop(session, None)
-
-    async def wanted(self, session: str) -> int | None:
-        """The engine that a person, perhaps at another replica, wants it on; None also while the database does not answer."""
-        try:
-            return await in_db_within(WISH_PATIENCE_S, services.wanted_engine, session)
-        except DatabaseError as error:
-            logger.info("nobody knows where a session is wanted, the database does not answer: %s", error)
-            return None
 
     async def look_up(self, session: str) -> SessionPlace:
         """What the rows say: its last engine, where it is wanted, and its snapshots. Nothing of one that has no row, or while the

@@ -6,32 +6,37 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from django.db.backends.utils import CursorWrapper
 
 from engines.client import close_client_session
 from engines.models import Engine
 from pools.db import in_db
-from sessions import services
+from sessions import leases, services, turn
 from sessions.dialects import CHAT
-from sessions.dispatch import Dispatcher
 from sessions.identity import Identity, Owner
-from sessions.models import ChatSession
+from sessions.models import ChatSession, SlotLease, Turn
+from sessions.relay import ask_engine
+from sessions.relayed_request import dispatcher, lease_desk
 from sessions.services import TurnStart
+from sessions.turn import wait_for_writes
 from tests.frozen_table import frozen
 from tests.rows import add_engine, add_model, set_ready
-from tests.sessions.loopback_engine import loopback_engine, streaming
+from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, streaming
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+PATIENCE_S = 10.0
 ME = Identity(Owner(), "c" * 64)
 MESSAGES = [
     {"role": "user", "content": "Name a colour."},
     {"role": "assistant", "content": "Red"},
     {"role": "user", "content": "Another."},
 ]
-CALL = CHAT.read(json.dumps({"messages": MESSAGES}).encode())
+CALL = CHAT.read(json.dumps({"messages": MESSAGES, "stream": True}).encode())
 
 
 @pytest.fixture
@@ -45,57 +50,99 @@ async def two(
         set_ready(second, port)
         return first, second
 
-    async with loopback_engine(streaming()) as port:
+    async with loopback_engine(streaming(frame({"content": "Red"}), ENDING)) as port:
         yield await in_db(write, port)
         await close_client_session()
 
 
-def start(engine_id: int, seen: int | None = None) -> TurnStart:
-    return TurnStart(uuid.uuid4(), ME, "api", "Name a colour.", "tiny", engine_id, seen_wanted_engine_id=seen)
+def start(engine_id: int) -> TurnStart:
+    return TurnStart(uuid.uuid4(), ME, "api", "Name a colour.", "tiny", engine_id)
 
 
 def wanted() -> int | None:
     return ChatSession.objects.values_list("wanted_engine_id", flat=True).get()
 
 
-async def test_a_move_at_one_replica_is_met_by_another_that_has_the_conversation_warm(
+def move(engine_id: int) -> bool:
+    """As another replica of the site would write it."""
+    return services.move_session(ChatSession.objects.get().pk, engine_id)
+
+
+async def warm(home: Engine) -> None:
+    """The conversation has a turn, and this replica knows where."""
+    await in_db(services.begin_turn, start(home.pk))
+    dispatcher().places.note(ME.key_hash, home.pk, 40)
+
+
+async def ask() -> int:
+    """The engine that answers a turn, once all of it is written."""
+    answer = await ask_engine(CALL, ME)
+    async for _ in answer.raw():
+        pass
+    await answer.aclose()
+    await wait_for_writes(PATIENCE_S)
+    await lease_desk().settled()
+    return answer.engine.engine_id
+
+
+async def test_a_wish_that_another_replica_wrote_is_met_where_the_conversation_is_warm(
     two: tuple[Engine, Engine],
 ) -> None:
     home, target = two
-    mover, other = Dispatcher(), Dispatcher()
-    await in_db(services.begin_turn, start(home.pk))
-    for replica in (mover, other):
-        replica.places.note(ME.key_hash, home.pk, 40)
-        assert (await replica.choose(CALL, ME)).endpoint.engine_id == home.pk
-
-    chat_id = await in_db(lambda: ChatSession.objects.get().pk)
-    assert await in_db(services.move_session, chat_id, target.pk)
+    await warm(home)
+    assert await ask() == home.pk
+    assert await in_db(move, target.pk)
     # A turn that was on its way before knows nothing of it.
     await in_db(services.begin_turn, start(home.pk))
     assert await in_db(wanted) == target.pk
-    sent = await other.choose(CALL, ME)
-    assert (sent.endpoint.engine_id, sent.seen_wanted_engine_id) == (target.pk, target.pk)
-    await in_db(services.begin_turn, start(sent.endpoint.engine_id, sent.seen_wanted_engine_id))
+    assert await ask() == target.pk
     assert await in_db(wanted) is None
+    newest = await in_db(lambda: Turn.objects.latest("started_at"))
+    assert (newest.engine_id, newest.explanation["chosen"]["engine_id"]) == (target.pk, target.pk)
+    assert newest.explanation["why"] == "an operator asked for it"
+    assert [dispatcher().board.running(one) for one in await dispatcher().ready.of("tiny")] == [0, 0]
+    assert await in_db(SlotLease.objects.count) == 0
 
 
 async def test_a_wish_that_cannot_be_met_is_over_once_it_was_looked_at(two: tuple[Engine, Engine]) -> None:
     home, target = two
-    await in_db(services.begin_turn, start(home.pk))
-    await in_db(services.move_session, await in_db(lambda: ChatSession.objects.get().pk), target.pk)
+    await warm(home)
+    await in_db(move, target.pk)
     await in_db(lambda: Engine.objects.filter(pk=target.pk).update(state="stopped"))
-    replica = Dispatcher()
-    replica.places.note(ME.key_hash, home.pk, 40)
-    sent = await replica.choose(CALL, ME)
-    assert (sent.endpoint.engine_id, sent.seen_wanted_engine_id) == (home.pk, target.pk)
-    await in_db(services.begin_turn, start(home.pk, sent.seen_wanted_engine_id))
+    assert await ask() == home.pk
     assert await in_db(wanted) is None
+
+
+async def test_a_warm_turn_asks_the_database_once_before_its_engine(
+    two: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, _ = two
+    await warm(home)
+    await ask()
+    asked: list[str] = []
+    execute = CursorWrapper.execute
+
+    def counted(cursor: Any, query: Any, params: Any = None) -> Any:
+        asked.append(str(query))
+        return execute(cursor, query, params)
+
+    monkeypatch.setattr(turn, "START_DELAY_S", 0.5)
+    monkeypatch.setattr(CursorWrapper, "execute", counted)
+    answer = await ask_engine(CALL, ME)
+    before = list(asked)
+    await answer.aclose()
+    await wait_for_writes(PATIENCE_S)
+    assert [query for query in before if "pg_" not in query] == [leases.ACQUIRE]
+    assert any("hydra_sessions_turn" in query for query in asked), "its row is written behind it"
 
 
 async def test_a_warm_turn_goes_on_while_the_database_hangs(two: tuple[Engine, Engine]) -> None:
     home, _ = two
-    replica = Dispatcher()
-    await replica.choose(CALL, ME)
-    replica.places.note(ME.key_hash, home.pk, 40)
+    await warm(home)
+    await ask()
     with frozen("hydra_sessions_chatsession"):
-        assert (await replica.choose(CALL, ME)).endpoint.engine_id == home.pk
+        answer = await ask_engine(CALL, ME)
+        assert answer.engine.engine_id == home.pk
+    await answer.aclose()
+    await wait_for_writes(PATIENCE_S)
+    await lease_desk().settled()
