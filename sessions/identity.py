@@ -25,7 +25,7 @@ SESSION_HEADERS = (
     "x-smg-routing-key",
 )
 # Agents of one client session hold conversations of their own; of equally named ones the second header says whose they are.
-# Whether a session ends (x-dynamo-session-final) is no part of its name.
+# Whether a session ends (x-dynamo-session-final, see `sessions.api.route_headers`) is no part of its name.
 _AGENT_HEADERS = {
     "x-claude-code-session-id": ("x-claude-code-agent-id", "x-claude-code-parent-agent-id"),
     "x-dynamo-session-id": ("", "x-dynamo-parent-session-id"),

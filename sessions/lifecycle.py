@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from engines.errors import EngineError, EngineUnreachable, ModelNotFound, NoEngi
 from engines.services import EngineEndpoint
 from engines.wire_store import SnapshotEntry
 from pools.db import in_db
-from sessions import handoffs, services, snapshots
+from sessions import handoffs, leases, services, snapshots
 from sessions.choices import HandoffState
 from sessions.errors import EngineRefused, SessionBusy, SessionStays, SessionUnknown
 from sessions.handoffs import HandoffView
@@ -133,6 +134,22 @@ async def park(scope: str | None, session: str) -> SessionView:
     return await inspected(scope, session)
 
 
+async def end(turn_id: int) -> bool:
+    """Free the slot of a conversation whose last turn this is, as its client said: what a store can keep of it stays there, for
+    a client that goes on after all. False where somebody has gone on already. Raises as `park` does, but not SessionStays.
+    """
+    session = await in_db(services.session_to_end, turn_id)
+    if session is None:
+        return False
+    try:
+        await park(None, session)
+    except SessionBusy:
+        return False
+    except SessionStays:
+        await _forgotten(await inspected(None, session))
+    return True
+
+
 async def resume(scope: str | None, session: str, engine_name: str = "") -> SessionView:
     """Have the next turn go on from what is saved, on `engine_name` or where the router chooses; a wish to be elsewhere ends.
 
@@ -155,10 +172,11 @@ async def migrate(scope: str | None, session: str, engine_name: str) -> SessionV
     """
     view = await inspected(scope, session)
     target = await _target(view, engine_name)
-    elsewhere = [holder for holder in view.holders if holder.endpoint.engine_id != target.engine_id]
-    if elsewhere and len(elsewhere) == len(view.holders):
-        source = max(elsewhere, key=lambda holder: holder.tokens).endpoint
-        move = await _handed_over(view, source, target)
+    running = (await in_db(leases.engines_of, [session])).get(session, ())
+    held = {holder.endpoint.engine_id: holder.tokens for holder in view.holders}
+    source_id = home_of(running, held, target.engine_id)
+    if source_id is not None and source_id != target.engine_id:
+        move = await _handed_over(view, source_id, target.engine_id)
         if move is None or move.state != HandoffState.COMMITTED:
             await _parked_instead(scope, session, move)
     await in_db(services.move_session, view.detail.id, target.engine_id)
@@ -166,11 +184,20 @@ async def migrate(scope: str | None, session: str, engine_name: str) -> SessionV
     return await inspected(scope, session)
 
 
-async def _handed_over(view: SessionView, source: EngineEndpoint, target: EngineEndpoint) -> HandoffView | None:
+def home_of(running: Sequence[int], held: Mapping[int, int], target_id: int) -> int | None:
+    """The engine where a conversation is, of equals its target: where a request of it runs, else where most tokens of it are
+    held. Others may hold what it left there earlier. None where nobody holds anything."""
+    if running:
+        return next((one for one in running if one != target_id), target_id)
+    return max(held, key=lambda one: (held[one], one == target_id), default=None)
+
+
+async def _handed_over(view: SessionView, source_id: int, target_id: int) -> HandoffView | None:
     """The move at its end; None where one of the engines moves nothing."""
-    if not all([await in_db(engines.engine_rpc, engine.engine_id) for engine in (source, target)]):
+    source, target = await in_db(engines.engine_rpc, source_id, leaving=True), await in_db(engines.engine_rpc, target_id)
+    if source is None or target is None:
         return None
-    handoff_id = await in_db(handoffs.start, view.detail.id, source.engine_id, target.engine_id)
+    handoff_id = await in_db(handoffs.start, view.detail.id, source_id, target_id)
     began_at = time.monotonic()
     while True:
         move: HandoffView = await in_db(handoffs.view, handoff_id)
@@ -196,16 +223,21 @@ async def _parked_instead(scope: str | None, session: str, move: HandoffView | N
 async def delete(scope: str | None, session: str) -> SessionView:
     """Free what engines hold of it, its rows, and then what stores hold. Raises SessionUnknown, SessionBusy."""
     view = await inspected(scope, session)
+    await _forgotten(view)
+    await in_db(snapshots.delete_chats, [view.detail.id])
+    _forget_here(session)
+    return view
+
+
+async def _forgotten(view: SessionView) -> None:
+    """Free what engines hold of it, saved or not. Raises SessionBusy while a request of it runs."""
     for holder in view.holders:
         try:
-            status, answer = await _client(holder).session_act("forget", session, FORGET_TIMEOUT_S)
+            status, answer = await _client(holder).session_act("forget", view.detail.key_hash, FORGET_TIMEOUT_S)
         except EngineUnreachable:
             continue  # A dead engine holds nothing.
         if status not in (200, 404):
             raise _refusal(status, answer)
-    await in_db(snapshots.delete_chats, [view.detail.id])
-    _forget_here(session)
-    return view
 
 
 def _client(holder: Holder) -> EngineClient:
@@ -228,7 +260,7 @@ async def _target(view: SessionView, engine_name: str) -> EngineEndpoint:
 async def _held(model: str | None) -> dict[str, tuple[Holder, ...]]:
     """By session, the engines that hold something of it (of one model, None: of all), asked just now."""
     try:
-        endpoints = await in_db(engines.serving_engines, model)
+        endpoints = await in_db(engines.holding_engines, model)
     except (NoEngineReady, ModelNotFound):
         return {}
     answers = await asyncio.gather(*(_rates(endpoint) for endpoint in endpoints))

@@ -12,7 +12,7 @@ from django.conf import settings
 
 from engines import store_rows
 from engines.errors import EngineError
-from sessions import handoffs, kv_losses, kv_measuring, leases, services, snapshots
+from sessions import drain_moves, drains, handoffs, kv_losses, kv_measuring, leases, lifecycle, services, snapshots
 
 SWEEP_EXPIRES_S = 12.0
 
@@ -92,6 +92,16 @@ def forget_sessions(host_name: str, session_keys: list[str]) -> None:
 
 
 @shared_task(ignore_result=True)
+def end_session(turn_id: int) -> None:
+    """Free the slot of a conversation whose client said that this turn is its last."""
+    try:
+        async_to_sync(lifecycle.end)(turn_id)
+    except EngineError as error:
+        # The engine parks it by itself once it was idle for long.
+        logger.info("the session of turn %d keeps its place for now: %s", turn_id, error.message)
+
+
+@shared_task(ignore_result=True)
 def run_handoff(handoff_id: int) -> None:
     """Move a conversation from one engine to another, as its row says. Again: learns what came of it."""
     async_to_sync(handoffs.run)(handoff_id)
@@ -100,8 +110,7 @@ def run_handoff(handoff_id: int) -> None:
 @shared_task(ignore_result=True)
 def sweep_handoffs() -> None:
     """Give up moves that nobody began, and ask after those whose task died."""
-    for handoff_id in handoffs.stuck():
-        async_to_sync(handoffs.run)(handoff_id)
+    async_to_sync(handoffs.sweep)()
 
 
 @shared_task(ignore_result=True)
@@ -111,3 +120,16 @@ def measure_kv_loss() -> None:
         if kv_losses.claim(pair):
             async_to_sync(kv_measuring.measure)(pair)
             return
+
+
+@shared_task(ignore_result=True)
+def run_drain(drain_id: int) -> None:
+    """Move conversations off what is drained, for a while; whoever comes next goes on."""
+    async_to_sync(drain_moves.carry_on)(drain_id, drain_moves.SLICE_S)
+
+
+@shared_task(ignore_result=True)
+def sweep_drains() -> None:
+    """Go on with drains whose mover died."""
+    for drain_id in drains.stuck():
+        run_drain.apply_async(args=[drain_id], queue="control", expires=drains.TASK_EXPIRES_S)

@@ -1,4 +1,7 @@
-"""Anthropic's answer shapes: a message, or the typed events that build it. Pure: pieces in, frames and dicts out."""
+"""Anthropic's answer shapes: a message, or the typed events that build it. Pure: pieces in, frames and dicts out.
+
+Beside the usage stand llama.cpp's `timings`, as in the other shapes; Anthropic's own clients keep fields that they do not know.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engines.runtime.answer_parts import AnswerParts, Change, Part
-from engines.runtime.answers import reasoning_tokens
+from engines.runtime.answers import reasoning_tokens, timings
 from engines.runtime.chat_output import ChatFormat, ChatOutput
 from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.http_stream import named_event
@@ -47,7 +50,8 @@ class MessagesAnswer:
         if piece.stats is not None:
             delta = self._ending(piece, generation)
             usage = self._usage(piece.stats, generation)
-            frames.append(_event({"type": "message_delta", "delta": delta, "usage": usage}))
+            told = {"usage": usage, "timings": timings(piece.stats)}
+            frames.append(_event({"type": "message_delta", "delta": delta, **told}))
         return frames
 
     def closing(self, _all_stats: Sequence[Stats]) -> bytes:
@@ -67,6 +71,7 @@ class MessagesAnswer:
             "content": [_whole_block(part) for part in self._parts.parts],
             **self._ending(last, generation),
             "usage": self._usage(last.stats, generation),
+            "timings": timings(last.stats),
         }
 
     # --- both -----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ FORCE_MODE_HEADER = "X-Hydra-Force-Mode"
 RUN_MODE_HEADER = "X-Hydra-Run-Mode"
 BACKGROUND_HEADER = "X-Hydra-Background"
 TIMEOUT_HEADER = "X-Hydra-Timeout"
+FINAL_HEADER = "X-Dynamo-Session-Final"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 MAX_IDEMPOTENCY_CHARS = 256
 SWITCH = {"": False, "0": False, "false": False, "1": True, "true": True}
@@ -37,7 +38,9 @@ def wishes(request: HttpRequest, owner: Owner) -> Wishes:
     run_mode = request.headers.get(RUN_MODE_HEADER, "").strip().lower()
     background = switch(request, BACKGROUND_HEADER)
     budget_s = _budget_s(request.headers.get(TIMEOUT_HEADER, "").strip())
-    if not (engine or mode or run_mode or background or budget_s):
+    # A header of others, so what is no truth there is none here, and no error.
+    is_final = request.headers.get(FINAL_HEADER, "").strip().lower() in ("1", "true")
+    if not (engine or mode or run_mode or background or budget_s or is_final):
         return NO_WISHES
     if run_mode and run_mode not in RUN_MODES:
         raise InvalidRequest(f"{RUN_MODE_HEADER} must be {', '.join(RUN_MODES)}.", param=RUN_MODE_HEADER)
@@ -47,7 +50,7 @@ def wishes(request: HttpRequest, owner: Owner) -> Wishes:
     if mode and mode not in _MODES:
         raise InvalidRequest(f"{FORCE_MODE_HEADER} must be {', '.join(_MODES)}.", param=FORCE_MODE_HEADER)
     chosen = next((one for one in RUN_MODES if one == run_mode), None)
-    return Wishes(engine, _MODES.get(mode), background, budget_s or REQUEST_BUDGET_S, chosen)
+    return Wishes(engine, _MODES.get(mode), background, budget_s or REQUEST_BUDGET_S, chosen, is_final)
 
 
 def _budget_s(text: str) -> float:

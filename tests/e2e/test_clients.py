@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -94,6 +95,19 @@ def test_messages_whole_streamed_and_counted(stack: Stack) -> None:
         final = stream.get_final_message()
     assert text == final.content[0].text != ""
     assert final.stop_reason in ("end_turn", "max_tokens")
+    # Anthropic's client keeps what it does not know: where the time went, of which the router learns as of other answers.
+    assert whole.model_extra is not None
+    assert whole.model_extra["timings"]["predicted_n"] == usage.output_tokens
+    *_, delta, _ = list(talk.messages.create(**arguments, stream=True))
+    assert (delta.type, delta.usage.output_tokens) == ("message_delta", delta.model_extra["timings"]["predicted_n"])
+    answer = talk.messages.with_raw_response.create(**arguments)
+    session = answer.headers["X-Hydra-Session"]
+    for _ in range(50):
+        turn = json.loads(request(stack, "GET", f"/v1/sessions/{session}")[1])["last_turns"][0]
+        if turn["state"] == "done":
+            break
+        time.sleep(0.1)
+    assert set(turn["explanation"]["came"]) >= {"queue_s", "prefill_s", "decode_s"}
     with pytest.raises(anthropic.NotFoundError) as raised:
         talk.messages.create(**{**arguments, "model": "unknown"})
     assert raised.value.body["error"]["type"] == "not_found_error"
@@ -167,3 +181,25 @@ def test_a_stopped_stream_frees_its_slot(stack: Stack) -> None:
     status, stopped, _ = request(stack, "DELETE", "/v1/stream/stopped")
     assert (status, json.loads(stopped)["status"]) == (200, "stopped")
     wait_idle(stack)
+
+
+def test_a_session_that_says_that_it_ends_is_parked_by_a_worker(stack: Stack) -> None:
+    raw = json.dumps({"model": MODEL, "messages": HELLO, "max_tokens": 8}).encode()
+    headers = {"X-Session-Id": "ending", "Content-Type": "application/json"}
+    _, _, told = request(stack, "POST", "/v1/chat/completions", raw, headers)
+    session = told["X-Hydra-Session"]
+    assert _state_of(stack, session, "warm") == "warm"
+    final = {**headers, "X-Dynamo-Session-Final": "true"}
+    assert request(stack, "POST", "/v1/chat/completions", raw, final)[0] == 200
+    assert _state_of(stack, session, "parked") == "parked"
+
+
+def _state_of(stack: Stack, session: str, wanted: str) -> str:
+    """Once it is the wanted one, or after a while."""
+    for _ in range(200):
+        status, answer, _ = request(stack, "GET", f"/v1/sessions/{session}")
+        state = str(json.loads(answer).get("state"))
+        if status == 200 and state == wanted:
+            break
+        time.sleep(0.1)
+    return state

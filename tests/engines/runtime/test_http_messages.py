@@ -40,6 +40,8 @@ def test_the_official_client_gets_a_message(endpoint_engine: EngineProcess, tie_
     read = message.usage.cache_read_input_tokens or 0
     assert message.usage.input_tokens + read > 20
     assert message.usage.output_tokens == 9
+    timings = (message.model_extra or {})["timings"]
+    assert (timings["cache_n"] + timings["prompt_n"], timings["predicted_n"]) == (message.usage.input_tokens + read, 9)
 
 
 def test_the_official_client_builds_the_same_message_from_events(
@@ -68,6 +70,8 @@ def test_events_come_in_anthropics_order(endpoint_engine: EngineProcess) -> None
         "message_delta",
         "message_stop",
     ]
+    told = frames[-2][1]
+    assert told["timings"]["predicted_n"] == told["usage"]["output_tokens"] == 3
 
 
 def test_a_stop_sequence_is_named(endpoint_engine: EngineProcess, tie_free_model: SyntheticModel) -> None:
