@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pools.router_plan import Candidate, Terms
 from pools.router_views import EngineView, PoolView, RequestView, Sent
@@ -126,32 +126,7 @@ def prefill_and_decode(
 ) -> Candidate:
     """`first` computes the prompt while its blocks travel to `second`, which decodes and has a free slot. Both can share KV over
     a known link; `at_first` is what it would cost if `first` did all of it."""
-    link = pool.links[(first.host, second.host)]
-    sent_second = pool.sent.get(second.engine_id, NOTHING_SENT)
-    prompt, output = request.prompt_tokens, request.output_tokens
-    prefill_s, missing_tokens = at_first.terms.prefill_s, prompt - at_first.cached_tokens
-    pending_second = second.pending_tokens + sent_second.prompts
-    pending_first = first.pending_tokens + pool.sent.get(first.engine_id, NOTHING_SENT).prompts
-    step_s = usual_step_s(second, pending_second, prompt)
-    travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
-    terms = Terms(
-        queue_s=at_first.terms.queue_s,
-        # Blocks leave as they are finished: what is left then is what travelling takes longer, and the recurrent state.
-        restore_s=at_first.terms.restore_s
-        + max(0.0, travel_s - prefill_s)
-        + link.seconds(first.kv_part_bytes)
-        + RESTORE_FIXED_S,
-        prefill_s=prefill_s,
-        # No prompt of the second's own line comes before this one's tokens, so all of them hold it up a little.
-        decode_s=output * step_s + stalls_s(second, line_of(second, pending_second, 0), output),
-        evict_s=at_first.terms.evict_s + evict_s(request, second, NOTHING_REUSED),
-        others_s=prefill_costs_others_s(first, pending_first, missing_tokens, prefill_s)
-        + steps_cost_others_s(second, second.decoding + len(pending_second), output, step_s),
-        fixed_s=at_first.terms.fixed_s,
-        wake_s=at_first.terms.wake_s,
-        drift_s=at_first.terms.drift_s,
-        crowd_s=at_first.terms.crowd_s,
-    )
+    terms = _shared_terms(request, at_first, first, second, pool, bytes_per_token)
     return Candidate(
         "pd",
         second.engine_id,
@@ -166,6 +141,37 @@ def prefill_and_decode(
         at_first.restore_from,
         at_first.restore_address,
         kv_loss,
+    )
+
+
+def _shared_terms(
+    request: RequestView,
+    at_first: Candidate,
+    first: EngineView,
+    second: EngineView,
+    pool: PoolView,
+    bytes_per_token: float,
+) -> Terms:
+    """What a request costs that `first` begins and `second` ends: until the first token as at the first, then at the second."""
+    link = pool.links[(first.host, second.host)]
+    prompt, output = request.prompt_tokens, request.output_tokens
+    prefill_s, missing_tokens = at_first.terms.prefill_s, prompt - at_first.cached_tokens
+    pending_second = second.pending_tokens + pool.sent.get(second.engine_id, NOTHING_SENT).prompts
+    pending_first = first.pending_tokens + pool.sent.get(first.engine_id, NOTHING_SENT).prompts
+    step_s = usual_step_s(second, pending_second, prompt)
+    travel_s = link.seconds((first.kv_token_bytes or bytes_per_token) * prompt)
+    return replace(
+        at_first.terms,
+        # Blocks leave as they are finished: what is left then is what travelling takes longer, and the recurrent state.
+        restore_s=at_first.terms.restore_s
+        + max(0.0, travel_s - prefill_s)
+        + link.seconds(first.kv_part_bytes)
+        + RESTORE_FIXED_S,
+        # No prompt of the second's own line comes before this one's tokens, so all of them hold it up a little.
+        decode_s=output * step_s + stalls_s(second, line_of(second, pending_second, 0), output),
+        evict_s=at_first.terms.evict_s + evict_s(request, second, NOTHING_REUSED),
+        others_s=prefill_costs_others_s(first, pending_first, missing_tokens, prefill_s)
+        + steps_cost_others_s(second, second.decoding + len(pending_second), output, step_s),
     )
 
 

@@ -20,7 +20,8 @@ from engines.errors import EngineUnreachable
 from engines.rates_view import EngineRates
 from engines.services import EngineEndpoint
 from pools.router_plan import Candidate
-from pools.router_views import DecodeRates, EngineView, LinkView, PoolView, PrefillFit, Sent, SnapshotView
+from pools.router_views import EngineView, LinkView, PoolView, PrefillFit, Sent, SnapshotView
+from sessions import engine_views
 from sessions.first_tokens import ASLEEP_S, USUAL_FIXED_S, FirstTokens
 from sessions.times_told import TimesTold
 
@@ -39,9 +40,6 @@ RETRY_S = 2.0
 STALE_S = 15.0
 MAX_ENGINES = 1024
 MAX_RETRY_AFTER_S = 120
-# Until an engine has told its own: one that is neither fast nor slow.
-UNKNOWN_PREFILL = PrefillFit(0.002)
-UNKNOWN_DECODE = DecodeRates(((1, 0.05), (8, 0.1)))
 # Until a link was measured: memory of the same host, and a gigabit's network.
 MEMORY_BYTES_PER_S = 1e9
 NETWORK = LinkView(1e8, 0.001)
@@ -283,57 +281,12 @@ class RatesBoard:
 
     def _engine_view(self, endpoint: EngineEndpoint) -> EngineView:
         known = self._of(endpoint)
-        features = frozenset({"text", "vision"} if endpoint.sees_images else {"text"})
-        rates, beside = known.rates, known.first_tokens.now
-        if rates is None:
-            return EngineView(
-                endpoint.engine_id,
-                endpoint.name,
-                endpoint.host_name,
-                endpoint.model_name,
-                UNKNOWN_PREFILL,
-                UNKNOWN_DECODE,
-                endpoint.slots,
-                endpoint.context_tokens,
-                endpoint.context_tokens * endpoint.slots,
-                free_slots=endpoint.slots,
-                request_s=1.0,
-                features=features,
-                fixed_s=beside.fixed_s,
-            )
-        return EngineView(
-            endpoint.engine_id,
-            endpoint.name,
-            endpoint.host_name,
-            endpoint.model_name,
-            PrefillFit(rates.prefill_token_s, rates.prefill_pair_s, rates.prefill_beside_s),
-            DecodeRates(rates.steps, rates.resident_token_s, rates.own_token_s),
-            rates.slots,
-            rates.context_tokens,
-            rates.cells,
-            free_slots=rates.free_slots,
-            decoding=rates.decoding,
-            resident_tokens=rates.resident_tokens,
-            own_tokens=rates.own_tokens,
-            pending_tokens=rates.pending_tokens,
-            queue_length=rates.queue_length,
-            queue_limit=rates.queue_limit,
-            request_s=rates.request_s,
-            chunk_s=rates.chunk_s if rates.interleaves else 0.0,
-            idle_tokens=rates.idle_tokens,
-            idle_s=rates.idle_s,
-            features=features,
-            kv_group=rates.kv_group,
-            resumes=bool(rates.kv_group),
-            streams_kv=rates.streams_kv,
-            variant=endpoint.variant_id,
-            kv_token_bytes=rates.kv_token_bytes,
-            kv_part_bytes=rates.kv_part_bytes,
-            fixed_s=beside.fixed_s,
-            wake_s=beside.wake_s if time.monotonic() - known.worked_s > ASLEEP_S else 0.0,
-            drift=beside.drift,
-            neighbours=self._neighbours(endpoint),
-            crowd=beside.crowd,
+        beside = known.first_tokens.now
+        if known.rates is None:
+            return engine_views.unmeasured(endpoint, beside)
+        asleep = time.monotonic() - known.worked_s > ASLEEP_S
+        return engine_views.measured(
+            endpoint, known.rates, beside, asleep=asleep, neighbours=self._neighbours(endpoint)
         )
 
     def _links(
