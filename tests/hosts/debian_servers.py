@@ -12,15 +12,14 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra_site.supervisor.account import Account
 from tests.hosts.many_hosts_page import ManyHostsPage
+from tests.hosts.server_pair import POSTGRES, ServerPair
 
 ROOT_VARIABLE = "TEST_SERVERS_ROOT"
-START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,20 +66,24 @@ def find() -> Binaries:
     return Binaries(postgres, postgres.with_name("initdb"), psql, redis, _environ())
 
 
-class DebianServers:
-    """Both servers on the first machine of a network, run through `prefix`. Use as a context manager.
+class DebianServers(ServerPair):
+    """Both servers on the first machine of a network.
 
     `page` has this network's addresses and the folders of `places(folder)` in it.
     """
 
+    broker = "redis"
+    # PostgreSQL's fast shutdown, and the same to Redis.
+    stop_signal = signal.SIGINT
+
     def __init__(
         self, folder: Path, page: ManyHostsPage, database_url: str, broker_url: str, prefix: list[str]
     ) -> None:
+        super().__init__(folder, prefix)
         self.binaries = find()
         self.psql = self.binaries.psql
         self.database_url, self.broker_url = database_url, broker_url
-        self._folder, self._page, self._prefix = folder, page, prefix
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._page = page
         postgres = _account("postgres")
         redis = _account("redis") or _account("valkey") or _account("nobody")
         assert postgres and redis
@@ -95,40 +98,15 @@ class DebianServers:
             "/etc/hydra": str(folder / "hydra"),
         }
 
-    def __enter__(self) -> DebianServers:
-        try:
-            self._install_certificates()
-            self._start_postgres()
-            self._write_redis_files()
-            self._start_redis()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def _start(self) -> None:
+        self._install_certificates()
+        self._write_redis_files()
+        super()._start()
 
-    def __exit__(self, *_: object) -> None:
-        for name in list(self._processes):
-            self.stop(name)
-
-    def stop(self, name: str) -> None:
-        """`postgres` or `redis`; SIGINT is PostgreSQL's fast shutdown and means the same to Redis."""
-        process = self._processes.pop(name)
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(5)
-
-    def restart_broker(self) -> None:
-        """The page's ACL file knows of no host, so it forgets the users that were made."""
-        self.stop("redis")
-        self._start_redis()
-
-    def _start_redis(self) -> None:
+    def _start_broker(self) -> None:
         conf = self._folder / "redis" / "redis.conf"
         argv = self._redis_account.wrap([str(self.binaries.redis), str(conf)], [conf])
-        self._run("redis", argv)
+        self._run(self.broker, argv, self.binaries.environ)
 
     def ask_as_superuser(self, query: str) -> list[list[str]]:
         """What PostgreSQL's own user is answered over its Unix socket."""
@@ -167,18 +145,14 @@ class DebianServers:
             with (data / name).open("a") as file:
                 file.write("\n" + text)
         argv = [str(self.binaries.postgres), "-D", str(data), "-c", f"unix_socket_directories={sockets}"]
-        self._run("postgres", [*self._as_postgres(), *argv])
+        self._run(POSTGRES, [*self._as_postgres(), *argv], self.binaries.environ)
         self._wait_for_postgres()
         psql = shlex.join([*self._as_postgres(), str(self.psql), "-v", "ON_ERROR_STOP=1"])
         script = page.block("PostgreSQL", "sudo -u postgres psql").replace("sudo -u postgres psql", psql)
         _sh(script, env=self._socket_environ())
 
-    def _wait_for_postgres(self) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.ask_as_superuser("SELECT 1"):
-            if time.monotonic() > deadline:
-                raise AssertionError("PostgreSQL did not come up: " + (self._folder / "postgres.log").read_text())
-            time.sleep(0.1)
+    def _postgres_answers(self) -> bool:
+        return bool(self.ask_as_superuser("SELECT 1"))
 
     def _write_redis_files(self) -> None:
         folder = self._folder / "redis"
@@ -198,17 +172,6 @@ class DebianServers:
 
     def _socket_environ(self) -> dict[str, str]:
         return {**self.binaries.environ, "PGHOST": str(self._sockets)}
-
-    def _run(self, name: str, argv: list[str] | tuple[str, ...]) -> None:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                [*self._prefix, *argv],
-                env=self.binaries.environ,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
 
 
 def _sh(script: str, *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 from hydra_site.supervisor import postgres, valkey
 from hydra_site.supervisor.home import Home
+from tests.hosts.server_pair import POSTGRES, ServerPair
 
 SITE_ROLE, SITE_PASSWORD = "site", "the site's own password"
 BROKER_PASSWORD = "the broker's own password"
-START_TIMEOUT_S = 60.0
 
 
-class OutsideServers:
-    """Both servers on `address`, each command run through `prefix` (a namespace, or nothing). Use as a context manager."""
+class OutsideServers(ServerPair):
+    """Both servers on `address`, for whoever asks from `network`."""
+
+    broker = "valkey"
 
     def __init__(self, folder: Path, address: str, network: str, prefix: list[str]) -> None:
-        self._folder, self.address, self._network, self._prefix = folder, address, network, prefix
+        super().__init__(folder, prefix)
+        self.address, self._network = address, network
         self.postgres_port, self.valkey_port = 5432, 6379
         self.psql = postgres._binary("psql")
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def database_url(self) -> str:
@@ -35,34 +36,7 @@ class OutsideServers:
     def broker_url(self) -> str:
         return f"redis://:{BROKER_PASSWORD.replace(' ', '%20')}@{self.address}:{self.valkey_port}/0"
 
-    def __enter__(self) -> OutsideServers:
-        try:
-            self._start_postgres()
-            self._start_valkey()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in list(self._processes):
-            self.stop(name)
-
-    def stop(self, name: str) -> None:
-        process = self._processes.pop(name)
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(5)
-
-    def restart_broker(self) -> None:
-        """Without an ACL file it forgets the users that were made."""
-        self.stop("valkey")
-        self._start_valkey()
-
-    def _start_valkey(self) -> None:
+    def _start_broker(self) -> None:
         conf = self._folder / "valkey.conf"
         lines = [
             f"bind {self.address}",
@@ -72,7 +46,7 @@ class OutsideServers:
             'save ""',
         ]
         conf.write_text("\n".join(lines) + "\n")
-        self._run("valkey", [str(valkey._binary()), str(conf)], None)
+        self._run(self.broker, [str(valkey._binary()), str(conf)], os.environ)
 
     def _start_postgres(self) -> None:
         home = Home(self._folder / "database")
@@ -87,34 +61,22 @@ class OutsideServers:
         text = settings.read_text().replace("listen_addresses = '127.0.0.1'", f"listen_addresses = '{self.address}'")
         _rewrite(settings, text)
         _rewrite(home.postgres_dir / "pg_hba.conf", f"host all all {self._network} scram-sha-256\n")
-        self._run("postgres", list(server.argv), server.env)
-        superuser = [
-            *self._prefix,
-            str(self.psql),
-            f"postgresql://{postgres.USER}:the%20superuser's%20password@{self.address}:{self.postgres_port}/postgres",
-        ]
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while subprocess.run([*superuser, "-c", "SELECT 1"], capture_output=True, check=False).returncode:
-            if time.monotonic() > deadline:
-                raise AssertionError("PostgreSQL did not come up: " + (self._folder / "postgres.log").read_text())
-            time.sleep(0.1)
+        self._run(POSTGRES, list(server.argv), os.environ if server.env is None else server.env)
+        self._wait_for_postgres()
         # As docs/many-hosts.md has it: the site's role is no superuser, it owns its database and may make roles.
         for statement in (
             f"CREATE ROLE site LOGIN CREATEROLE PASSWORD '{SITE_PASSWORD.replace(chr(39), chr(39) * 2)}'",
             "CREATE DATABASE hydra OWNER site",
         ):
-            subprocess.run([*superuser, "-v", "ON_ERROR_STOP=1", "-c", statement], check=True, capture_output=True)
+            self._ask_as_superuser("-v", "ON_ERROR_STOP=1", "-c", statement).check_returncode()
 
-    def _run(self, name: str, argv: list[str], environ: object) -> None:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self._processes[name] = subprocess.Popen(
-                [*self._prefix, *argv],
-                env=dict(environ) if isinstance(environ, dict) else dict(os.environ),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+    def _postgres_answers(self) -> bool:
+        return not self._ask_as_superuser("-c", "SELECT 1").returncode
+
+    def _ask_as_superuser(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        place = f"{self.address}:{self.postgres_port}/postgres"
+        url = f"postgresql://{postgres.USER}:the%20superuser's%20password@{place}"
+        return subprocess.run([*self._prefix, str(self.psql), url, *arguments], capture_output=True, check=False)
 
 
 def _rewrite(path: Path, text: str) -> None:
