@@ -3,7 +3,7 @@ whose answer does not depend on chance.
 
 The first one's request runs, the others read along from the beginning. With an Idempotency-Key it goes on for a while after
 everybody left, so that a client that gave up too early and tries again finds it further on, not at its start. Of this process:
-on another replica a request with the key is refused as long as the first one runs (`sessions.leases`).
+on another replica a request with the key waits until the first one has ended (`sessions.leases`), and is refused if that lasts.
 """
 
 from __future__ import annotations

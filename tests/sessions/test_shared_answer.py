@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from django.utils import timezone
 
 from engines.client import close_client_session
+from engines.models import Engine
 from pools.db import in_db
-from sessions import leases
+from sessions import leases, relayed_request
+from sessions.identity import Identity, Owner
+from sessions.models import SlotLease
 from sessions.relayed_request import lease_desk
+from sessions.shared_answer import lease_name
 from sessions.turn import wait_for_writes
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
@@ -93,6 +100,33 @@ async def test_a_retry_under_the_same_key_waits_for_the_first_answer(engine: Slo
     # It can be had again for a while.
     assert (await ask(headers=key))["X-Request-Id"] == answers[0]["X-Request-Id"]
     assert len(engine.asked) == 1
+
+
+def leased_elsewhere(name: str) -> None:
+    """As another replica of the site would have it."""
+    key = lease_name(Identity(Owner(), ""), name)
+    later = timezone.now() + timedelta(minutes=1)
+    engine_id = Engine.objects.get().pk
+    SlotLease.objects.create(request_id=uuid.uuid4(), engine_id=engine_id, owner="b", idempotency=key, expires_at=later)
+
+
+async def test_a_retry_at_another_replica_waits_for_the_first_one_to_end(
+    engine: SlowEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.go_on.set()
+    await in_db(leased_elsewhere, "k")
+    key = {"Idempotency-Key": "k"}
+    again = asyncio.create_task(ask(headers=key))
+    assert (await ask()).status_code == 200, "nobody else is held up"
+    await asyncio.sleep(0.2)
+    assert not again.done()
+    await in_db(lambda: SlotLease.objects.filter(owner="b").delete())
+    assert (await again).status_code == 200
+    monkeypatch.setattr(relayed_request, "DUPLICATE_PATIENCE_S", 0.0)
+    await in_db(leased_elsewhere, "late")
+    refused = await ask(headers={"Idempotency-Key": "late"})
+    assert (refused.status_code, refused["Retry-After"]) == (409, "2")
+    await in_db(lambda: SlotLease.objects.filter(owner="b").delete())
 
 
 async def test_equal_requests_without_chance_are_answered_once_and_others_each(engine: SlowEngine) -> None:
