@@ -6,6 +6,7 @@
     --source DIR       a tree of llama.cpp, built as it is, instead of the one inside the pinned sdist with our changes
     --toolkit DIR      a CUDA toolkit that is not where toolkits usually are; may be given several times
     --define NAME=VALUE  one more CMake variable, such as GGML_CUDA_FA_ALL_QUANTS=ON
+    --change NAME    one more change of the source, which builds lack otherwise: row-blocks (native/row_blocks.py)
     --kernels A.cu,B.cu  compile only these files of the CUDA backend, show what is inside, and install nothing
     --jobs N           compilers at once (default: one for each core); --nice N their niceness (default 10)
     --json             progress as one JSON object a line, for programs
@@ -71,15 +72,18 @@ def _compiler() -> str:
     return version_line(compiler)
 
 
-def _source(given: Path | None, package: str, home: Path) -> Path:
+def _source(given: Path | None, package: str, home: Path, optional: list[str]) -> Path:
     if given is not None:
         if not (given / "include" / "llama.h").is_file():
             raise BuildFailed(f"{given} is no source of llama.cpp")
+        if optional:
+            raise BuildFailed("a --source is built as it is", "leave --change away, or --source")
         return given.resolve()
-    folder = home / FOLDER / f"source-{package.partition('==')[2]}"
+    # A tree with other changes is another tree: changes are not taken back.
+    names = sorted(set(optional))
+    folder = home / FOLDER / "-".join([f"source-{package.partition('==')[2]}", *names])
     for tree in folder.glob("source/*/vendor/llama.cpp"):
-        changes.apply(tree)
-        return tree
+        return _changed(tree, names)
     with tempfile.TemporaryDirectory(prefix=".source-", dir=_made(home / FOLDER)) as scratch:
         try:
             llama_source.fetch_source(package, Path(scratch))
@@ -89,7 +93,13 @@ def _source(given: Path | None, package: str, home: Path) -> Path:
         Path(scratch).chmod(0o755)
         shutil.copytree(Path(scratch), folder, dirs_exist_ok=True)
     (tree,) = folder.glob("source/*/vendor/llama.cpp")
+    return _changed(tree, names)
+
+
+def _changed(tree: Path, optional: list[str]) -> Path:
     changes.apply(tree)
+    for name in optional:
+        changes.apply(tree, changes.OPTIONAL[name])
     return tree
 
 
@@ -247,6 +257,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--package", default=PACKAGE, help="the bindings that a --source fits")
     parser.add_argument("--toolkit", type=Path, action="append", default=[], help="a CUDA toolkit's folder")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="a CMake variable")
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        choices=sorted(changes.OPTIONAL),
+        help="a change that builds lack otherwise",
+    )
     parser.add_argument("--kernels", default="", help="compile only these files of the CUDA backend")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the compilers")
@@ -290,7 +307,7 @@ def _all(options: argparse.Namespace, output: Output) -> None:
     compiler = _compiler()
     package = llama_source.pinned(REQUIREMENTS) if options.source is None and REQUIREMENTS.exists() else options.package
     home = options.home.resolve()
-    source = _source(options.source, package, home)
+    source = _source(options.source, package, home, options.change)
     digest = llama_source.source_digest(source)
     for names, toolkit in parts:
         if toolkit is not None and wheel_toolkit.is_of_wheels(toolkit.root):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from native.cell_window import CELL_WINDOW
 from native.errors import BuildFailed
+from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
 
 CHANGES = (
@@ -139,6 +140,10 @@ CHANGES = (
     ),
     *CELL_WINDOW,
 )
+
+# What a build makes only if it is asked to (`--change NAME`), because it has not run on a card yet. Once it has: `*ROW_BLOCKS,`
+# behind *CELL_WINDOW turns it on for all builds.
+OPTIONAL = {"row-blocks": ROW_BLOCKS}
 
 
 def apply(tree: Path, changes: tuple[Change, ...] = CHANGES) -> None:
