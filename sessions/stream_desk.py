@@ -87,7 +87,8 @@ class StreamDesk:
             body_hash,
         )
         ask = partial(ask_engine, call, identity, request_id=stream.request_id, wishes=wishes, since_s=began_s)
-        await self._open(stream, about, call.raw, partial(ask, idempotency=idempotency))
+        self._open(stream, about, call.raw, partial(ask, idempotency=idempotency))
+        await asyncio.shield(stream.opened)
         return stream
 
     def _same(self, scope: str, idempotency: str, body_hash: str) -> KeptStream | None:
@@ -102,19 +103,22 @@ class StreamDesk:
     async def found(self, owner: Owner, name: str) -> KeptStream:
         """As `find`; a stream that another replica reads is read here from now on. Raises StreamUnknown, and as `resume`."""
         try:
-            return self.find(owner.scope, name)
+            stream = self.find(owner.scope, name)
         except StreamUnknown:
-            # One at a time: a client that asks twice must not take it twice.
+            # One at a time: a client that asks twice must not take it twice. But none waits for another's engine.
             async with self._taking:
                 try:
-                    return self.find(owner.scope, name)
+                    stream = self.find(owner.scope, name)
                 except StreamUnknown:
                     taken = await self._shelf.take(owner.scope, name[:MAX_NAME_CHARS])
                     if taken is None:
                         raise
-                    return await self._rewritten(owner, taken)
+                    stream = self._rewritten(owner, taken)
+        if stream.is_rewritten:
+            await asyncio.shield(stream.opened)
+        return stream
 
-    async def _rewritten(self, owner: Owner, taken: Taken) -> KeptStream:
+    def _rewritten(self, owner: Owner, taken: Taken) -> KeptStream:
         about, request_id = taken.about, uuid.UUID(taken.about.request_id)
         call = STREAMED[about.path].read(taken.body)
         journal = StreamJournal(taken.journal)
@@ -128,10 +132,10 @@ class StreamDesk:
         ask = partial(
             resume, call, identity, request_id, journal, elapsed_s, wishes=wishes, idempotency=about.idempotency
         )
-        await self._open(stream, about, taken.body, ask, taken.number)
+        self._open(stream, about, taken.body, ask, taken.number)
         return stream
 
-    async def _open(
+    def _open(
         self,
         stream: KeptStream,
         about: Shelved,
@@ -139,7 +143,7 @@ class StreamDesk:
         ask: Callable[[], Awaitable[EngineAnswer]],
         number: int = 0,
     ) -> None:
-        """Have `ask`'s answer read into the stream; returns once the engine has taken the request."""
+        """Have `ask`'s answer read into the stream, which tells when the engine has taken the request."""
         self._streams[stream.request_id] = stream
 
         async def asked() -> EngineAnswer:
@@ -151,7 +155,6 @@ class StreamDesk:
         task = asyncio.create_task(self._fill(stream, asked), name=f"stream-{stream.request_id}")
         self._tasks[stream.request_id] = task
         task.add_done_callback(lambda ended: self._settle(stream, ended))
-        await asyncio.shield(stream.opened)
 
     def _taken(self, stream: KeptStream) -> None:
         """Another replica reads it now."""
@@ -184,7 +187,7 @@ class StreamDesk:
         is_running = not stream.is_over
         await self._ended(stream)
         if is_running:
-            await self._shelf.forget(stream.scope, stream.request_id)
+            await self._shelf.forget(stream.request_id)
 
     async def _ended(self, stream: KeptStream) -> None:
         stream.end("stopped")

@@ -2,13 +2,17 @@
 
 A shelved stream has one owner, the replica that reads it from its engine. Whoever takes it becomes the owner under the next
 number; what the former one still writes is refused, and tells it that the stream is another's now. All of it expires by itself.
-Losing Valkey loses nothing else: streams go on where they are, and can be resumed there.
+Losing Valkey loses nothing else: streams go on where they are, and can be resumed there; their owners write them down again.
+
+What was not answered in time may have been done all the same, or be done later. So everything that is written says what it
+stands on, and comes to the same when it is done twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,25 +31,51 @@ KEEP_S = 600
 FLUSH_S, FIRST_S = 0.1, 0.01
 PATIENCE_S = 2.0
 MAX_BODY_BYTES = 4 << 20
-# Of all that this process has written and that may still be there.
-MAX_SHELVED_BYTES = 256 << 20
+# Of all that this process has written and that may still be there. Valkey has 256 MB for all replicas and for tasks and events.
+MAX_SHELVED_BYTES = 64 << 20
+# Number of a stream that was stopped: nobody writes or takes it any more.
+STOPPED = 1 << 40
 
-# Keys: the stream, its journal, the conversation's name. What is written under another number than the last one is refused.
+# Keys: the stream, its journal, the conversation's name. The answers of those that write: 1 it is there now, 0 the stream is
+# another's, -1 it is not there as the writer knows it, who writes all of it again.
 _PUT = """
-redis.call('HSET', KEYS[1], 'about', ARGV[1], 'body', ARGV[2], 'number', 1)
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-if KEYS[2] then redis.call('SET', KEYS[2], ARGV[4], 'EX', ARGV[3]) end
+local number, own = tonumber(redis.call('HGET', KEYS[1], 'number') or '0'), tonumber(ARGV[1])
+if number > own then return 0 end
+if number < own then
+  redis.call('HSET', KEYS[1], 'about', ARGV[3], 'body', ARGV[4], 'number', ARGV[1])
+  redis.call('DEL', KEYS[2])
+  if KEYS[3] then redis.call('SET', KEYS[3], ARGV[5], 'EX', ARGV[2]) end
+end
+redis.call('EXPIRE', KEYS[1], ARGV[2])
 return 1
 """
+# Lines that belong at a place of the journal; some of them may be there already. At 0 they are all that there is.
 _ADD = """
-if redis.call('HGET', KEYS[1], 'number') ~= ARGV[1] then return 0 end
-redis.call('APPEND', KEYS[2], ARGV[2])
-redis.call('EXPIRE', KEYS[1], ARGV[3])
-redis.call('EXPIRE', KEYS[2], ARGV[3])
+local number, own = tonumber(redis.call('HGET', KEYS[1], 'number') or '0'), tonumber(ARGV[1])
+if number > own then return 0 end
+if number < own then return -1 end
+local place, lines = tonumber(ARGV[3]), ARGV[4]
+local there = redis.call('GETRANGE', KEYS[2], place, -1)
+local both = math.min(#there, #lines)
+if redis.call('STRLEN', KEYS[2]) < place or string.sub(there, 1, both) ~= string.sub(lines, 1, both) then
+  if place > 0 then return -1 end
+  redis.call('SET', KEYS[2], lines)
+elseif #lines > both then
+  redis.call('APPEND', KEYS[2], string.sub(lines, both + 1))
+end
+for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[2]) end
 return 1
 """
+_FORGET = """
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('HSET', KEYS[1], 'number', ARGV[1])
+redis.call('EXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+# Not after the time (Valkey's own) until which somebody waits for it: nobody would read the stream then.
 _TAKE = """
-if redis.call('EXISTS', KEYS[1]) == 0 then return false end
+local now = redis.call('TIME')
+if now[1] + now[2] / 1000000 > tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'about') == 0 then return false end
 local number = redis.call('HINCRBY', KEYS[1], 'number', 1)
 return {number, redis.call('HGET', KEYS[1], 'about'), redis.call('HGET', KEYS[1], 'body'), redis.call('GET', KEYS[2]) or ''}
 """
@@ -78,17 +108,34 @@ class Taken:
 
 @dataclass
 class _Kept:
-    """`number` 0: not written yet. `gave_up`: another replica has it."""
+    """`is_there`: the request is written down under `number`, and `written_bytes` of the journal; `was_sent`: it may be.
+    `gave_up`: another replica has it. `written_at`, `stopped_at` on the monotonic clock."""
 
     scope: str
     about: Shelved
     body: bytes
     journal: StreamJournal
     lost: Callable[[], None]
-    number: int = 0
+    number: int
+    is_there: bool
     written_bytes: int = 0
+    was_sent: bool = False
+    written_at: float = 0.0
     ended: bool = False
+    stopped_at: float | None = None
     gave_up: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        keys = _keys(self.scope, self.about.request_id)
+        name = self.about.conversation_id
+        return (*keys, _name_key(self.scope, name)) if name else keys
+
+    @property
+    def has_news(self) -> bool:
+        """Also of one that says nothing for long: it is not to expire while it runs."""
+        is_behind = self.written_bytes < len(self.journal.lines)
+        return self.journal.is_kept and (is_behind or time.monotonic() - self.written_at > KEEP_S / 2)
 
 
 class StreamShelf:
@@ -116,8 +163,10 @@ class StreamShelf:
         """Write the stream down while it runs; `lost` is called once another replica has taken it. `number` 0: it is new."""
         if len(body) > MAX_BODY_BYTES or self._bytes > MAX_SHELVED_BYTES:
             return
-        written = len(journal.lines) if number else 0
-        self._kept[request_id] = _Kept(scope, about, body, journal, lost, number, written)
+        kept = _Kept(scope, about, body, journal, lost, number or 1, is_there=number > 0, was_sent=number > 0)
+        if number:
+            kept.written_bytes, kept.written_at = len(journal.lines), time.monotonic()
+        self._kept[request_id] = kept
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._run(), name="streams-shelve")
 
@@ -127,23 +176,37 @@ class StreamShelf:
         if kept is not None:
             kept.ended = True
 
-    async def forget(self, scope: str, request_id: uuid.UUID) -> None:
-        """The stream was stopped: nobody goes on with it."""
-        kept = self._kept.pop(request_id, None)
-        if kept is not None and kept.number:
-            await self._asked(self._valkey().delete, *_keys(scope, str(request_id)))
+    async def forget(self, request_id: uuid.UUID) -> None:
+        """The stream was stopped: nobody goes on with it. Tried again while Valkey does not answer."""
+        kept = self._kept.get(request_id)
+        if kept is None:
+            return
+        kept.stopped_at, kept.body, kept.journal = time.monotonic(), b"", StreamJournal()
+        if not kept.was_sent or await self._forgotten(kept):
+            self._kept.pop(request_id, None)
+
+    async def _forgotten(self, kept: _Kept) -> bool:
+        assert kept.stopped_at is not None
+        if time.monotonic() - kept.stopped_at > KEEP_S:
+            return True
+        keys = _keys(kept.scope, kept.about.request_id)
+        return bool(await self._asked(self._valkey().eval, _FORGET, len(keys), *keys, STOPPED, KEEP_S))
 
     async def take(self, scope: str, name: str) -> Taken | None:
         """The scope's stream of this request id, else the last one of this conversation, from whoever had it."""
-        found = await self._taken(scope, name) if _is_id(name) else None
+        clock = await self._asked(self._valkey().time)
+        if clock is None:
+            return None
+        until_s = clock[0] + clock[1] / 1e6 + PATIENCE_S
+        found = await self._taken(scope, name, until_s) if _is_id(name) else None
         if found is None:
             named = await self._asked(self._valkey().get, _name_key(scope, name))
-            found = await self._taken(scope, named.decode()) if named else None
+            found = await self._taken(scope, named.decode(), until_s) if named else None
         return found
 
-    async def _taken(self, scope: str, request_id: str) -> Taken | None:
-        stream, journal = _keys(scope, request_id)
-        answer = await self._asked(self._valkey().eval, _TAKE, 2, stream, journal)
+    async def _taken(self, scope: str, request_id: str, until_s: float) -> Taken | None:
+        keys = _keys(scope, request_id)
+        answer = await self._asked(self._valkey().eval, _TAKE, len(keys), *keys, until_s)
         if not answer:
             return None
         number, about, body, lines = answer
@@ -166,7 +229,7 @@ class StreamShelf:
         try:
             while self._kept:
                 # A client may lose its site right after the first event.
-                await asyncio.sleep(FLUSH_S if all(kept.number for kept in self._kept.values()) else FIRST_S)
+                await asyncio.sleep(FLUSH_S if all(kept.was_sent for kept in self._kept.values()) else FIRST_S)
                 await self._flush()
         finally:
             self._flushing = None
@@ -185,25 +248,45 @@ class StreamShelf:
 
     async def _written(self, kept: _Kept) -> bool:
         """False once there is no use in going on with it."""
-        lines = kept.journal.lines
-        if not kept.journal.is_kept or kept.written_bytes == len(lines) or self._outage.lasts:
+        if kept.stopped_at is not None:
+            return not await self._forgotten(kept)
+        if not kept.has_news or self._outage.lasts:
             return not (kept.ended and (self._outage.lasts or not kept.journal.is_kept))
-        stream, journal = _keys(kept.scope, kept.about.request_id)
-        if not kept.number:
-            names = [_name_key(kept.scope, kept.about.conversation_id)] if kept.about.conversation_id else []
-            put = (_PUT, 1 + len(names), stream, *names, json.dumps(asdict(kept.about)), kept.body, KEEP_S)
-            if not await self._asked(self._valkey().eval, *put, kept.about.request_id):
-                return not kept.ended
-            kept.number = 1
+        said = await self._put(kept)
+        if said == 1:
+            said = await self._add(kept)
+        if said == -1 and kept.stopped_at is None:
+            # Valkey has lost it: from the beginning, at once for a site that is about to stop.
+            kept.is_there, kept.written_bytes = False, 0
+            said = await self._put(kept)
+            if said == 1:
+                said = await self._add(kept)
+        kept.gave_up = said == 0 and kept.stopped_at is None
+        return not kept.gave_up and not (said is None and kept.ended)
+
+    async def _put(self, kept: _Kept) -> int | None:
+        """The request, if it is not there. None where Valkey does not answer."""
+        if kept.is_there:
+            return 1
+        kept.was_sent = True
+        about = json.dumps(asdict(kept.about))
+        values = (kept.number, KEEP_S, about, kept.body, kept.about.request_id)
+        said: int | None = await self._asked(self._valkey().eval, _PUT, len(kept.keys), *kept.keys, *values)
+        if said == 1:
+            kept.is_there = True
             self._charge(len(kept.body))
-        fresh = bytes(lines[kept.written_bytes :])
-        added = await self._asked(self._valkey().eval, _ADD, 2, stream, journal, kept.number, fresh, KEEP_S)
-        if added is None:
-            return not kept.ended
-        kept.gave_up = not added
-        kept.written_bytes += len(fresh)
-        self._charge(len(fresh))
-        return bool(added)
+        return said
+
+    async def _add(self, kept: _Kept) -> int | None:
+        """What the journal has that is not there. None where Valkey does not answer."""
+        place = kept.written_bytes
+        fresh = bytes(kept.journal.lines[place:])
+        values = (kept.number, KEEP_S, place, fresh)
+        said: int | None = await self._asked(self._valkey().eval, _ADD, len(kept.keys), *kept.keys, *values)
+        if said == 1:
+            kept.written_bytes, kept.written_at = place + len(fresh), time.monotonic()
+            self._charge(len(fresh))
+        return said
 
     def _charge(self, size_bytes: int) -> None:
         self._bytes += size_bytes
