@@ -7,32 +7,41 @@ after again: the source knows what came of it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from celery import current_app
+from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
+from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines import services as engines
-from engines.errors import EngineError, EngineUnreachable, HandoffUnknown, NoEngineReady, RpcRefused
+from engines.errors import EngineError, EngineUnreachable, HandoffUnknown, NoEngineReady, RpcRefused, RpcTimeout
 from engines.rpc_handoff import HandoffClient
 from engines.services import EngineEndpoint
 from engines.wire_handoff import HandoffAnswer, HandoffBody
-from pools.db import in_db
+from pools.db import database_now, in_db
 from pools.events import publish_on_commit
-from sessions.choices import HandoffState
-from sessions.errors import SessionBusy
+from sessions.choices import HandoffCause, HandoffState
+from sessions.errors import SessionBusy, SessionUnknown
 from sessions.models import ChatSession, Handoff, SlotLease
 
 DEADLINE_S = 60.0
 TASK_EXPIRES_S = 30.0
-# A planned move whose task is lost, and a running one that its task would have ended long ago.
+# A planned move whose task is lost; a running one that is asked after, whether its task lives or not; and the time behind its
+# own deadline after which a source that says nothing has lost it.
 PLANNED_LOST_S = 45.0
-RUNNING_LOST_S = DEADLINE_S + 45.0
+RUNNING_LOOK_S = 45.0
+SILENT_LOST_S = 45.0
+# A source says at once what came of a move that is over.
+SWEEP_PATIENCE_S = 3.0
+SWEPT_AT_ONCE, MOST_SWEPT = 8, 64
+EXPIRED_AT_ONCE, MOST_EXPIRIES = 500, 20
 MAX_REASON_CHARS = 200
 OPEN = (HandoffState.PLANNED, HandoffState.RUNNING)
 
@@ -41,13 +50,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HandoffView:
-    """A move as the API and pages show it. `pause_ms` is how long nothing was decoded, 0 between turns."""
+    """A move as the API and pages show it. `cause` is why it was made, `reason` why it failed. `pause_ms` is how long nothing was
+    decoded, 0 between turns."""
 
     id: int
     session: str
     source: str
     target: str
     state: str
+    cause: str
     kind: str
     reason: str
     tokens: int
@@ -74,20 +85,37 @@ def name_of(handoff_id: int) -> str:
     return f"handoff-{handoff_id}"
 
 
-def start(chat_id: int, source_id: int, target_id: int, *, send: bool = True, request_id: str = "") -> int:
-    """Plan a move and have it done; returns its key. Raises SessionBusy while another move of the conversation goes on.
+def start(
+    chat_id: int,
+    source_id: int,
+    target_id: int,
+    *,
+    send: bool = True,
+    request_id: str = "",
+    deadline_s: float = DEADLINE_S,
+    cause: str = HandoffCause.ASKED,
+) -> int:
+    """Plan a move and have it done; returns its key. Raises SessionBusy while another move of the conversation goes on, and
+    SessionUnknown for one that was deleted.
 
     With `request_id` just that request moves, from the moment on that it reaches the source.
     """
     try:
         with transaction.atomic():
             handoff = Handoff.objects.create(
-                chat_id=chat_id, source_id=source_id, target_id=target_id, request_id=request_id
+                chat_id=chat_id,
+                source_id=source_id,
+                target_id=target_id,
+                request_id=request_id,
+                deadline_s=deadline_s,
+                cause=cause,
             )
             if send:
                 transaction.on_commit(lambda: _send(handoff.pk), robust=True)
             publish_on_commit("chat", chat_id)
     except IntegrityError as error:
+        if not ChatSession.objects.filter(pk=chat_id).exists():
+            raise SessionUnknown("The session was deleted.") from error
         raise SessionBusy("The session is being moved already.") from error
     return handoff.pk
 
@@ -99,15 +127,24 @@ def _send(handoff_id: int) -> None:
         logger.warning("handoff %d was not sent; the sweep gives it up: %s", handoff_id, error)
 
 
-async def run(handoff_id: int, deadline_s: float = DEADLINE_S) -> HandoffView:
-    """Do a planned move, or learn what came of one that was begun. Harmless to call twice."""
-    body_and_source = await in_db(_begun, handoff_id, deadline_s)
-    if body_and_source is None:
+async def run(handoff_id: int, patience_s: float | None = None) -> HandoffView:
+    """Do a planned move, or learn what came of one that was begun. Harmless to call twice. Raises SessionUnknown where the
+    session was deleted meanwhile.
+
+    A source that says nothing (for `patience_s`, None: beyond the move's deadline) may be moving it still: it stays running, and
+    is asked after by the sweep.
+    """
+    begun = await in_db(_begun, handoff_id)
+    if begun is None:
         return await in_db(view, handoff_id)
-    body, source = body_and_source
     try:
-        async with HandoffClient(source.address, source.port, secret=source.secret, name="site") as client:
-            answer = await client.handoff(body)
+        async with asyncio.timeout(patience_s):
+            source = begun.source
+            async with HandoffClient(source.address, source.port, secret=source.secret, name="site") as client:
+                answer = await client.handoff(begun.body)
+    except (RpcTimeout, TimeoutError):
+        if begun.left_s < -SILENT_LOST_S:
+            await in_db(fail, handoff_id, "its source has not answered for long")
     except EngineUnreachable as error:
         # It may have moved all the same, which its target knows; the conversation's next turn finds it by its rates.
         await in_db(fail, handoff_id, f"the source was lost: {error.message}")
@@ -119,18 +156,29 @@ async def run(handoff_id: int, deadline_s: float = DEADLINE_S) -> HandoffView:
     return await in_db(view, handoff_id)
 
 
-def _begun(handoff_id: int, deadline_s: float) -> tuple[HandoffBody, engines.EngineRpc] | None:
+@dataclass(frozen=True)
+class _Begun:
+    """What to ask of the source; `left_s` is negative behind the move's deadline."""
+
+    body: HandoffBody
+    source: engines.EngineRpc
+    left_s: float
+
+
+def _begun(handoff_id: int) -> _Begun | None:
     """What to ask of the source; None for a move that is over."""
     planned = Handoff.objects.filter(pk=handoff_id, state=HandoffState.PLANNED)
     planned.update(state=HandoffState.RUNNING, started_at=Now())
     row = Handoff.objects.select_related("chat").filter(pk=handoff_id, state=HandoffState.RUNNING).first()
     if row is None:
         return None
-    source = engines.engine_rpc(row.source_id) if row.source_id else None
+    source = engines.engine_rpc(row.source_id, leaving=True) if row.source_id else None
     target = engines.engine_rpc(row.target_id) if row.target_id else None
     if source is None or target is None:
         fail(handoff_id, "one of the two engines does not serve")
         return None
+    assert row.started_at is not None, "a running move was begun"
+    left_s = row.deadline_s - (database_now() - row.started_at).total_seconds()
     body = HandoffBody(
         handoff=name_of(row.pk),
         fence=row.pk,
@@ -138,10 +186,11 @@ def _begun(handoff_id: int, deadline_s: float) -> tuple[HandoffBody, engines.Eng
         target_host=target.address,
         target_port=target.port,
         target_secret=target.secret,
-        deadline_s=deadline_s,
+        # A source that never heard of it (its task died first) has what is left.
+        deadline_s=max(1.0, left_s),
         request_id=row.request_id,
     )
-    return body, source
+    return _Begun(body, source, left_s)
 
 
 def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
@@ -167,9 +216,14 @@ def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
         ):
             return False
         row = Handoff.objects.get(pk=handoff_id)
-        # What a person moved is to stay there; of a split request only this answer was meant.
-        wanted = {} if splits else {"wanted_engine_id": row.target_id}
-        ChatSession.objects.filter(pk=row.chat_id).update(engine_id=row.target_id, **wanted)
+        # What a person moved is to go on there, also where a site remembers the source; of a split request only this answer was
+        # meant. A source that takes nothing new is remembered by nobody: a drain leaves no wish, and ends one for the source.
+        taken = not splits and engines.takes_requests(row.source_id)
+        wanted = {"wanted_engine_id": row.target_id} if taken else {}
+        chat = ChatSession.objects.filter(pk=row.chat_id)
+        if not splits and not taken:
+            chat.filter(wanted_engine_id=row.source_id).update(wanted_engine_id=None)
+        chat.update(engine_id=row.target_id, **wanted)
         if row.request_id:
             leased = SlotLease.objects.filter(request_id=row.request_id, engine_id=row.source_id)
             leased.update(engine_id=row.target_id)
@@ -188,13 +242,30 @@ def fail(handoff_id: int, reason: str) -> bool:
     return bool(ended)
 
 
+async def sweep() -> None:
+    """Give up moves that nobody began, and learn what came of those whose task may have died. One that fails is left for the
+    next sweep."""
+    places = asyncio.Semaphore(SWEPT_AT_ONCE)
+
+    async def ask(handoff_id: int) -> None:
+        async with places:
+            try:
+                await run(handoff_id, SWEEP_PATIENCE_S)
+            except SessionUnknown:
+                logger.debug("handoff %d: its session was deleted", handoff_id)
+            except Exception:
+                logger.exception("handoff %d could not be asked after", handoff_id)
+
+    await asyncio.gather(*map(ask, await in_db(stuck)))
+
+
 def stuck() -> list[int]:
-    """Moves whose task died; planned ones that nobody began are given up here."""
+    """Running moves whose task may have died, the oldest first; planned ones that nobody began are given up here."""
     planned = Q(state=HandoffState.PLANNED, created_at__lt=Now() - timedelta(seconds=PLANNED_LOST_S))
     for pk in Handoff.objects.filter(planned).values_list("pk", flat=True):
         fail(pk, "no task took it up")
-    running = Q(state=HandoffState.RUNNING, started_at__lt=Now() - timedelta(seconds=RUNNING_LOST_S))
-    return list(Handoff.objects.filter(running).values_list("pk", flat=True))
+    running = Q(state=HandoffState.RUNNING, started_at__lt=Now() - timedelta(seconds=RUNNING_LOOK_S))
+    return list(Handoff.objects.filter(running).order_by("started_at").values_list("pk", flat=True)[:MOST_SWEPT])
 
 
 def target_of(name: str) -> EngineEndpoint:
@@ -205,14 +276,31 @@ def target_of(name: str) -> EngineEndpoint:
     row = Handoff.objects.filter(pk=int(digits)).select_related("chat").first()
     if row is None:
         raise HandoffUnknown(f"There is no handoff {name[:40]!r}.")
-    found = next((one for one in engines.serving_engines(None) if one.engine_id == row.target_id), None)
+    found = next((one for one in engines.holding_engines(None) if one.engine_id == row.target_id), None)
     if found is None:
         raise NoEngineReady("The engine that took the request over does not serve any more.")
     return found
 
 
+def expire() -> int:
+    """Delete moves that ended HYDRA_SESSION_RETENTION days ago; returns how many. Bounded a call."""
+    due = Handoff.objects.filter(ended_at__lt=timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS))
+    expired = 0
+    for _ in range(MOST_EXPIRIES):
+        oldest = due.order_by("ended_at").values("pk")[:EXPIRED_AT_ONCE]
+        gone, _by_model = due.filter(pk__in=oldest).delete()
+        expired += gone
+        if gone < EXPIRED_AT_ONCE:
+            break
+    return expired
+
+
 def view(handoff_id: int) -> HandoffView:
-    return views(Q(pk=handoff_id), 1)[0]
+    """Raises SessionUnknown: a move is deleted with its session only, while it goes on."""
+    found = views(Q(pk=handoff_id), 1)
+    if not found:
+        raise SessionUnknown("The session was deleted while it moved.")
+    return found[0]
 
 
 def views(chosen: Q, limit: int) -> tuple[HandoffView, ...]:
@@ -225,6 +313,7 @@ def views(chosen: Q, limit: int) -> tuple[HandoffView, ...]:
             source=row.source.name if row.source else "",
             target=row.target.name if row.target else "",
             state=row.state,
+            cause=row.cause,
             kind=row.kind,
             reason=row.reason,
             tokens=row.tokens,

@@ -194,7 +194,10 @@ def home_of(running: Sequence[int], held: Mapping[int, int], target_id: int) -> 
 
 async def _handed_over(view: SessionView, source_id: int, target_id: int) -> HandoffView | None:
     """The move at its end; None where one of the engines moves nothing."""
-    source, target = await in_db(engines.engine_rpc, source_id, leaving=True), await in_db(engines.engine_rpc, target_id)
+    source, target = (
+        await in_db(engines.engine_rpc, source_id, leaving=True),
+        await in_db(engines.engine_rpc, target_id),
+    )
     if source is None or target is None:
         return None
     handoff_id = await in_db(handoffs.start, view.detail.id, source_id, target_id)

@@ -4,7 +4,7 @@ from django.conf import settings
 from django.db import models
 from django.utils import timezone
 
-from sessions.choices import ChatSource, HandoffState, TurnState
+from sessions.choices import ChatSource, DrainKind, DrainState, HandoffCause, HandoffState, TurnState
 
 
 class ApiKey(models.Model):
@@ -162,17 +162,19 @@ class SlotLease(models.Model):
 class Handoff(models.Model):
     """A conversation's move from one engine to another. Its key is the number under which the engines were granted it.
 
-    `kind` is live (a request ran) or idle. `pause_ms` is from the source's last step until the target had everything. Only
-    `sessions.handoffs` writes these rows.
+    `kind` is live (a request ran) or idle. `pause_ms` is from the source's last step until the target had everything. The source
+    gives up `deadline_s` after `started_at`. Only `sessions.handoffs` writes these rows.
     """
 
     chat = models.ForeignKey(ChatSession, on_delete=models.CASCADE, related_name="handoffs")
     source = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     target = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     state = models.CharField(max_length=10, choices=HandoffState.choices, default=HandoffState.PLANNED)
+    cause = models.CharField(max_length=8, choices=HandoffCause.choices, default=HandoffCause.ASKED)
     kind = models.CharField(max_length=8, blank=True)
     request_id = models.CharField(max_length=64, blank=True)
     reason = models.CharField(max_length=200, blank=True, help_text="Why it failed.")
+    deadline_s = models.FloatField(default=60.0)
     tokens = models.PositiveIntegerField(default=0)
     sent_bytes = models.BigIntegerField(default=0)
     skipped_bytes = models.BigIntegerField(default=0)
@@ -186,6 +188,7 @@ class Handoff(models.Model):
 
     class Meta:
         ordering = ["-pk"]
+        indexes = [models.Index(fields=["ended_at"], name="handoff_by_end")]
         constraints = [
             models.UniqueConstraint(
                 fields=["chat"], condition=models.Q(state__in=["planned", "running"]), name="one_open_handoff_per_chat"
@@ -194,6 +197,37 @@ class Handoff(models.Model):
 
     def __str__(self) -> str:
         return f"handoff {self.pk}"
+
+
+class Drain(models.Model):
+    """An engine, a card or a host that gets empty: it takes nothing new, then its conversations move away one after the other.
+
+    `subject_id` is the key of that row. `moves` tells of each conversation what became of it, as `sessions.drains.Moved`; the
+    process that moves them says at `beat_at` that it lives. With `stops` its engines stop once they are done. Only
+    `sessions.drains` writes these rows.
+    """
+
+    kind = models.CharField(max_length=8, choices=DrainKind.choices)
+    subject_id = models.BigIntegerField()
+    subject = models.CharField(max_length=160)
+    stops = models.BooleanField(default=False)
+    state = models.CharField(max_length=8, choices=DrainState.choices, default=DrainState.RUNNING)
+    moves = models.JSONField(default=list, blank=True)
+    begun_by = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, blank=True)
+    created_at = models.DateTimeField(default=timezone.now)
+    beat_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-pk"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["kind", "subject_id"], condition=models.Q(state="running"), name="one_open_drain_per_subject"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"drain of {self.subject}"
 
 
 class KvLoss(models.Model):

@@ -20,6 +20,7 @@ from engines.errors import EngineError
 from engines.services import EngineEndpoint
 from pools.db import in_db_within
 from sessions import handoffs
+from sessions.choices import HandoffCause
 from sessions.handoffs import HandoffView
 from sessions.lease_desk import LeaseDesk
 from sessions.models import ChatSession
@@ -113,7 +114,7 @@ class Split:
         if handoff_id is None:
             self._give_up("the session has no row")
             return
-        self.outcome = await handoffs.run(handoff_id, DEADLINE_S)
+        self.outcome = await handoffs.run(handoff_id)
         if self.outcome.state != "committed":
             self._give_up(self.outcome.reason or "the move failed")
         elif self.outcome.mb_per_s and self.outcome.sent_bytes >= TELLING_BYTES:
@@ -153,4 +154,12 @@ def planned(session: str, prefill_id: int, decode_id: int, request_id: str) -> i
     chat_id = ChatSession.objects.filter(key_hash=session).values_list("pk", flat=True).first()
     if chat_id is None:
         return None
-    return handoffs.start(chat_id, prefill_id, decode_id, send=False, request_id=request_id)
+    return handoffs.start(
+        chat_id,
+        prefill_id,
+        decode_id,
+        send=False,
+        request_id=request_id,
+        deadline_s=DEADLINE_S,
+        cause=HandoffCause.SPLIT,
+    )

@@ -13,6 +13,7 @@ from django.conf import settings
 from engines import store_rows
 from engines.errors import EngineError
 from sessions import drain_moves, drains, handoffs, kv_losses, kv_measuring, leases, lifecycle, services, snapshots
+from sessions.errors import SessionUnknown
 
 SWEEP_EXPIRES_S = 12.0
 
@@ -34,9 +35,10 @@ def sweep_leases() -> None:
 
 @shared_task(ignore_result=True)
 def expire_sessions() -> None:
-    """Delete conversations that nobody has used for long, and what is kept of requests as old in those that go on."""
+    """Delete conversations that nobody has used for long, and what is kept of requests and moves as old in those that go on."""
     snapshots.expire_chats()
     snapshots.expire_turns()
+    handoffs.expire()
 
 
 @shared_task(ignore_result=True)
@@ -104,7 +106,10 @@ def end_session(turn_id: int) -> None:
 @shared_task(ignore_result=True)
 def run_handoff(handoff_id: int) -> None:
     """Move a conversation from one engine to another, as its row says. Again: learns what came of it."""
-    async_to_sync(handoffs.run)(handoff_id)
+    try:
+        async_to_sync(handoffs.run)(handoff_id)
+    except SessionUnknown as error:
+        logger.info("handoff %d: %s", handoff_id, error.message)
 
 
 @shared_task(ignore_result=True)

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ import openai
 import pytest
 from aiohttp import web
 from django.core.management import call_command
+from django.db.models.functions import Now
 
 from engines.client import close_client_session
 from engines.models import Engine
 from engines.runtime.http_follow import move_event
+from engines.services import serving_engines
 from engines.wire_handoff import HandoffAnswer
 from hydra_site.supervisor.home import Services
 from pools.db import in_db
-from sessions import handoffs, lifecycle
-from sessions.choices import HandoffState
+from sessions import handoffs, lifecycle, tasks
+from sessions.choices import HandoffCause, HandoffState
 from sessions.dialects import CHAT
 from sessions.dispatch import Wishes
-from sessions.errors import SessionBusy
+from sessions.errors import SessionBusy, SessionUnknown
 from sessions.identity import Identity, Owner
 from sessions.models import ChatSession, Handoff, SlotLease, Turn
 from sessions.relay import ask_engine
@@ -132,9 +135,14 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
 ) -> None:
     monkeypatch.setattr(lifecycle, "TAKE_UP_S", 0.0)  # no worker runs here
     engines, site = pool
+    # The engine that it moves to has kept a part of it from an earlier turn.
+    await Talk(site, "river").run(20, **{"X-Hydra-Force-Engine": "cpu-1"})
     talk = Talk(site, "river")
-    running = asyncio.ensure_future(talk.run())
+    running = asyncio.ensure_future(talk.run(**{"X-Hydra-Force-Engine": "cpu-0"}))
     session, home, away = await begun(talk, engines)
+    held = {holder.endpoint.name for holder in (await lifecycle.inspected(None, session)).holders}
+    assert (home, held) == ("cpu-0", set(engines))
+    assert not (await lifecycle.migrate(None, session, home)).moves
     view = await lifecycle.migrate(None, session, away)
     assert not running.done()
     engines[home].process.kill()
@@ -150,7 +158,7 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
     assert talk.usage.prompt_tokens == alone.usage.prompt_tokens
 
     def rows() -> Any:
-        turn = Turn.objects.order_by("started_at").first()
+        turn = Turn.objects.order_by("started_at")[1]
         return turn.state, turn.engine.name, turn.completion_tokens, SlotLease.objects.count()
 
     async with asyncio.timeout(PATIENCE_S):
@@ -175,7 +183,8 @@ async def test_a_drain_says_what_would_move_and_then_moves_it(
     await in_db(command)
     assert said.getvalue().count("→ cpu-1  about") == 2
     await in_db(functools.partial(command, go=True))
-    assert said.getvalue().count("→ cpu-1  moved") == 2
+    assert said.getvalue().count("→ cpu-1  moved: ") == 2
+    assert [one.name for one in await in_db(serving_engines)] == ["cpu-1"]
     await running
     assert (talk.reasons, talk.usage.completion_tokens) == (["length"], COUNT)
     moves = await in_db(lambda: sorted(Handoff.objects.values_list("state", "kind", "target__name")))
@@ -230,8 +239,11 @@ async def test_an_engine_that_dies_while_it_moves_is_followed_if_the_other_one_g
 def test_a_move_is_written_down_once(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> None:
     variant = add_model(tiny_model("llama").path, tmp_path)
     source, target = (add_engine(variant, name=name) for name in ("cpu-0", "cpu-1"))
+    set_ready(source, 1)
     chat = ChatSession.objects.create(key_hash="a" * 64, model_name="tiny", engine=source)
-    move = handoffs.start(chat.pk, source.pk, target.pk, send=False)
+    chat_id = chat.pk
+    move = handoffs.start(chat_id, source.pk, target.pk, send=False, cause=HandoffCause.DRAIN)
+    assert handoffs.view(move).to_dict()["cause"] == "drain"
     with pytest.raises(SessionBusy):
         handoffs.start(chat.pk, source.pk, target.pk, send=False)
     answer = HandoffAnswer("live", 10, 1000, 0, 1000, 0.1, 1.5, 2.0, None)
@@ -253,3 +265,45 @@ def test_a_move_is_written_down_once(tiny_model: Callable[..., SyntheticModel], 
     Handoff.objects.filter(pk=lost).update(state=HandoffState.RUNNING, started_at="2020-01-01T00:00:00Z")
     assert handoffs.stuck() == [lost]
     assert json.dumps(handoffs.view(lost).to_dict())
+    # Moves expire as requests do, also in a conversation that goes on; those that go on do not.
+    Handoff.objects.filter(pk=move).update(ended_at="2020-01-01T00:00:00Z")
+    tasks.expire_sessions()
+    assert set(Handoff.objects.values_list("pk", flat=True)) == {later, lost}
+    chat.delete()
+    with pytest.raises(SessionUnknown):
+        handoffs.view(lost)
+    with pytest.raises(SessionUnknown):
+        handoffs.start(chat_id, target.pk, source.pk, send=False)
+
+
+async def test_a_source_that_says_nothing_yet_is_moving_and_one_that_is_gone_is_lost(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoffs, "SWEEP_PATIENCE_S", 1.5)
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    mute, gone = silent.sockets[0].getsockname()[1], free_port()
+
+    def rows() -> list[int]:
+        variant = add_model(tiny_model("llama").path, tmp_path)
+        target = add_engine(variant, name="cpu-9")
+        moves = []
+        # A split whose prompt takes long, a move that should be over, and one whose source died.
+        for number, (port, deadline_s) in enumerate([(mute, 600.0), (mute, 60.0), (gone, 600.0)]):
+            source = add_engine(variant, name=f"cpu-{number}")
+            Engine.objects.filter(pk=source.pk).update(rpc_port=port, rpc_secret=SECRET)
+            set_ready(source, port)
+            chat = ChatSession.objects.create(key_hash=str(number) * 64, model_name="tiny", engine=source)
+            moves.append(handoffs.start(chat.pk, source.pk, target.pk, send=False, deadline_s=deadline_s))
+        Engine.objects.filter(pk=target.pk).update(rpc_port=mute, rpc_secret=SECRET)
+        set_ready(target, mute)
+        began_at = Now() - timedelta(seconds=200)
+        Handoff.objects.filter(pk__in=moves).update(state=HandoffState.RUNNING, started_at=began_at)
+        return moves
+
+    moves = await in_db(rows)
+    await handoffs.sweep()
+    silent.close()
+    views = [await in_db(handoffs.view, move) for move in moves]
+    assert [view.state for view in views] == ["running", "failed", "failed"]
+    assert views[1].reason == "its source has not answered for long"
+    assert views[2].reason.startswith("the source was lost: ")
