@@ -46,12 +46,12 @@ static void flash_attn_ext_f16_process_tile(
                 const float * q = (const float *) (Q_f2 + row*stride_Q1 + c*stride_Q2);
                 const half  * k = (const half *) (K_h2 + int64_t(cell)*stride_K);
                 const half  * v = (const half *) (V_h2 + int64_t(cell)*stride_V);
-                float score = slope*mask_h[int64_t(row)*stride_mask + cell].value;
-                for (int i = 0; i < DKQ; ++i) { score += scale*q[i]*k[i].value; }
+                float score = slope*mask_h[int64_t(row)*stride_mask + cell];
+                for (int i = 0; i < DKQ; ++i) { score += scale*q[i]*k[i]; }
                 const float max_new = fmaxf(max, score + FATTN_KQ_MAX_OFFSET);
                 const float old = expf(max - max_new), weight = expf(score - max_new);
                 sum = sum*old + weight;
-                for (int i = 0; i < DV; ++i) { values[i] = values[i]*old + weight*v[i].value; }
+                for (int i = 0; i < DV; ++i) { values[i] = values[i]*old + weight*v[i]; }
                 max = max_new;
             }
         }
@@ -80,18 +80,24 @@ template <typename T> static std::vector<T> read(size_t n) {
     return all;
 }
 
+static std::vector<half> read_halves(size_t n) {
+    const auto all = read<float>(n);
+    return {all.begin(), all.end()};
+}
+
 static void write(const std::vector<int> & all) { fwrite(all.data(), sizeof(int), all.size(), stdout); }
 
 template <int ncols1> static void run(const std::vector<int> & shape) {
     const int rows = shape[0], cells = shape[1], kv_heads = shape[2], gqa = shape[3], streams = shape[4], n_runs = shape[5];
     const int heads = kv_heads*gqa;
     auto q = read<float>(size_t(streams)*heads*rows*D);
-    auto k = read<float>(size_t(streams)*kv_heads*cells*D), v = read<float>(k.size());
-    auto mask = read<float>(size_t(streams)*rows*cells), sinks = read<float>(heads);
+    auto k = read_halves(size_t(streams)*kv_heads*cells*D), v = read_halves(k.size());
+    auto mask = read_halves(size_t(streams)*rows*cells);
+    auto sinks = read<float>(heads);
     std::vector<float> out(size_t(streams)*rows*heads*D, 12345.0f);
 
     ggml_tensor Q{{D, rows, heads, streams}, {}, q.data(), {}, {}}, K{{D, cells, kv_heads, streams}, {}, k.data(), {}, {}};
-    ggml_tensor M{{cells, rows, 1, streams}, {4, cells*sizeof(half), 0, size_t(rows)*cells*sizeof(half)}, mask.data(), {}, {}};
+    ggml_tensor M{{cells, rows, 1, streams}, {sizeof(half), cells*sizeof(half), 0, size_t(rows)*cells*sizeof(half)}, mask.data(), {}, {}};
     ggml_tensor dst{{}, {}, out.data(), {}, {&Q, &K, nullptr, &M, nullptr}};
 
     ggml_backend_cuda_context ctx;

@@ -5,7 +5,9 @@
 
 #include <cassert>
 #include <cfloat>
+#include <climits>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -36,9 +38,40 @@ struct dim3 { unsigned x = 1, y = 1, z = 1; dim3(unsigned x, unsigned y = 1, uns
 struct uint3 { unsigned x, y, z; };
 struct float2 { float x, y; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
-struct half { float value; }; // strides are counted in these
-struct half2 { half x, y; };
-inline float2 __half22float2(half2 value) { return {value.x.value, value.y.value}; }
+
+// --- half precision ---------------------------------------------------------------------------------
+
+inline uint16_t half_of(float value) { // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    const uint32_t sign = (bits >> 16) & 0x8000, fraction = bits & 0x7fffff;
+    const int exponent = int((bits >> 23) & 255) - 112;
+    if (exponent == 255 - 112) { return sign | 0x7c00 | (fraction ? 1 : 0); }
+    if (exponent <= 0) { return sign | uint32_t(nearbyintf(fabsf(value)*16777216.0f)); }
+    const uint32_t rest = fraction & 0x1fff;
+    uint32_t whole = uint32_t(exponent) << 10 | fraction >> 13;
+    whole += rest > 0x1000 || (rest == 0x1000 && (whole & 1));
+    return sign | (whole < 0x7c00 ? whole : 0x7c00);
+}
+inline float float_of(uint16_t bits) {
+    const int exponent = (bits >> 10) & 31;
+    const float sign = bits & 0x8000 ? -1.0f : 1.0f, fraction = bits & 1023;
+    if (exponent == 31) { return fraction != 0.0f ? NAN : sign*INFINITY; }
+    return sign*(exponent == 0 ? fraction/16777216.0f : ldexpf(1024.0f + fraction, exponent - 25));
+}
+struct half {
+    uint16_t bits;
+    half(float value = 0.0f) : bits(half_of(value)) {}
+    operator float() const { return float_of(bits); }
+};
+struct half2 {
+    half x, y;
+    half2 & operator*=(half2 other) { x = float(x)*float(other.x); y = float(y)*float(other.y); return *this; }
+};
+inline half2 operator*(half2 a, half2 b) { return a *= b; }
+inline half2 make_half2(float x, float y) { return {x, y}; }
+inline float __half2float(half value) { return value; }
+inline float2 __half22float2(half2 value) { return {value.x, value.y}; }
 
 extern dim3 gridDim, blockDim;
 extern uint3 blockIdx, threadIdx;
@@ -104,6 +137,7 @@ struct ggml_backend_cuda_context {
     ggml_cuda_pool the_pool;
     ggml_cuda_pool & pool() { return the_pool; }
     cudaStream_t stream() { return 0; }
+    int device = 0;
 };
 // Memory is full of nonsense, and what lies behind it is checked at the end.
 template <typename T> struct ggml_cuda_pool_alloc {

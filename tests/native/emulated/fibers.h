@@ -23,7 +23,7 @@ void run_kernel(dim3 grid, dim3 block, const std::function<void()> & kernel) {
     running_kernel = &kernel;
     const unsigned n = block.x*block.y*block.z;
     fibers.resize(n);
-    for (auto & each : fibers) { each.stack.resize(32 << 10); }
+    for (auto & each : fibers) { each.stack.resize(256 << 10); }
     for (unsigned number = grid.x*grid.y*grid.z; number-- > 0;) {
         blockIdx = {number % grid.x, number/grid.x % grid.y, number/grid.x/grid.y};
         of_block = {};
