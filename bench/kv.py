@@ -29,6 +29,7 @@ from bench.errors import BenchError
 from bench.kv_channel import PLACE, OtherProcess
 from bench.kv_copy import Copies, copies
 from bench.kv_forge import forge
+from bench.kv_trace import Span, Trace, print_figures
 from bench.measures import median, percentile
 from bench.report import print_table
 from bench.servers import compute_threads, model_path
@@ -90,6 +91,8 @@ class Pair:
     prove: Proof
     plain: Copies
     shelf: Arena
+    traced: list[dict[str, Any]] | None
+    """What one more round of each case looked like, where that is asked for."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -105,6 +108,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--threads", type=int, default=0, help="compute threads of each engine; 0: all cores but one")
     command.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU in both; -1: all")
     command.add_argument("--budget-s", type=float, default=float("inf"), help="no case is begun after this")
+    command.add_argument("--trace", type=Path, help="file for when each piece was copied, proved and handed on")
     command.add_argument("--out", type=Path, help="file for the answer, besides the last line")
 
 
@@ -112,7 +116,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as an engine's process does
     try:
-        cases = uvloop.run(_measure_all(options, time.monotonic() + options.budget_s))
+        traced: list[dict[str, Any]] | None = [] if options.trace else None
+        cases = uvloop.run(_measure_all(options, time.monotonic() + options.budget_s, traced))
     finally:
         sys.setswitchinterval(usual_s)
     if not cases:
@@ -120,6 +125,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shown = ("model", "kv_type", "tokens", "block_tokens", *COLUMNS, *RATES, "state_mb")
     rows = [[f"{case[key]:.2f}" if isinstance(case[key], float) else str(case[key]) for key in shown] for case in cases]
     print_table(f"State in blocks, proved by {options.proof}", [key.replace("_", " ") for key in shown], rows)
+    if traced:
+        print_figures(traced)
+        options.trace.write_text(json.dumps(traced))
     first = {key: round(cases[0][key], 3) for key in COLUMNS}
     answer = {**first, "proof": options.proof, "blocks": cases}
     if options.out:
@@ -127,18 +135,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return answer
 
 
-async def _measure_all(options: argparse.Namespace, ends_at: float) -> list[dict[str, Any]]:
+async def _measure_all(
+    options: argparse.Namespace, ends_at: float, traced: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
     found = []
     for model in options.model.split(","):
         path = str(model_path(model))
         for kv_type in options.kv_types.split(","):
             if time.monotonic() < ends_at:
-                found += await _measure_pair(options, model, path, kv_type, ends_at)
+                found += await _measure_pair(options, model, path, kv_type, ends_at, traced)
     return found
 
 
 async def _measure_pair(
-    options: argparse.Namespace, model: str, path: str, kv_type: str, ends_at: float
+    options: argparse.Namespace,
+    model: str,
+    path: str,
+    kv_type: str,
+    ends_at: float,
+    traced: list[dict[str, Any]] | None,
 ) -> list[dict[str, Any]]:
     """All contexts and blocks of one model and K/V type, on two engines that stay."""
     config = EngineConfig(
@@ -153,7 +168,7 @@ async def _measure_pair(
     config = replace(config, context_tokens=longest, cache_tokens=longest + 2 * NEIGHBOUR_TOKENS + 512)
     async with engine(config) as (core, desk):
         shelf = Arena(await _most_bytes(core, desk, longest))
-        pair = Pair(core, desk, PROOFS[options.proof], copies(shelf.size_bytes, options.gpu_layers), shelf)
+        pair = Pair(core, desk, PROOFS[options.proof], copies(shelf.size_bytes, options.gpu_layers), shelf, traced)
         try:
             with OtherProcess(config, options.proof) as other:
                 for tokens in contexts:
@@ -180,6 +195,8 @@ async def _measure(case: Case, count: int, pair: Pair, other: OtherProcess) -> d
     size = manifest.total_bytes
     await _round(case, pair, other, look=True)
     rounds = [await _round(case, pair, other) for _ in range(count)]
+    if pair.traced is not None:
+        pair.traced.extend(await _traced_round(case, pair, other))
     best = {name: min(getattr(one, name) for one in rounds) for name in Round.__dataclass_fields__}
     return {
         "model": case.model.removeprefix("synthetic:"),
@@ -242,7 +259,23 @@ async def _round(case: Case, pair: Pair, other: OtherProcess, *, look: bool = Fa
     return Round(export_s, reread_s, import_s, copy_s, import_copy_s)
 
 
-async def _exported(state: ExportedState, other: OtherProcess, prove: Proof, *, reread: bool) -> float:
+async def _traced_round(case: Case, pair: Pair, other: OtherProcess) -> list[dict[str, Any]]:
+    name = f"{case.model.removeprefix('synthetic:')} {case.kv_type} {case.tokens}"
+    async with await pair.desk.export(0, block_tokens=case.block_tokens) as state:
+        with Trace().watching(pair.core.codec) as out:
+            out_s = await _exported(state, other, out.proof(pair.prove), reread=False, trace=out)
+        answer = await _taken_in(state.manifest, state.pieces(pair.prove), pair.shelf, other, look=False, trace=True)
+    into = Trace(Span(**span) for span in answer["spans"])
+    count = len(state.manifest.pieces)
+    return [
+        {"case": name, "way": way, "figures": trace.figures(elapsed_s, count), "spans": trace.told()}
+        for way, trace, elapsed_s in (("export", out, out_s), ("import", into, float(answer["import_s"])))
+    ]
+
+
+async def _exported(
+    state: ExportedState, other: OtherProcess, prove: Proof, *, reread: bool, trace: Trace | None = None
+) -> float:
     """Seconds until the other process has seen every block, of which a few are on their way at a time."""
     other.begin(b"V", {"path": str(state.arena.path), "reread": reread})
     began = time.perf_counter()
@@ -250,6 +283,8 @@ async def _exported(state: ExportedState, other: OtherProcess, prove: Proof, *, 
     async for exported in state.pieces(prove):
         other.send(PLACE.pack(exported.buffer.offset, exported.data.nbytes, exported.proof))
         kept.append(exported.buffer)
+        if trace:
+            trace.note("hand on", exported.data, time.perf_counter())
         for _ in range(await other.seen()):
             kept.popleft().free()
     other.send(PLACE.pack(0, 0, b""))
@@ -263,6 +298,19 @@ async def _exported(state: ExportedState, other: OtherProcess, prove: Proof, *, 
 async def _imported(
     manifest: Manifest, pieces: AsyncIterator[ExportedPiece], shelf: Arena, other: OtherProcess, *, look: bool
 ) -> tuple[float, float]:
+    answer = await _taken_in(manifest, pieces, shelf, other, look=look)
+    return float(answer["import_s"]), float(answer["copy_s"])
+
+
+async def _taken_in(
+    manifest: Manifest,
+    pieces: AsyncIterator[ExportedPiece],
+    shelf: Arena,
+    other: OtherProcess,
+    *,
+    look: bool,
+    trace: bool = False,
+) -> dict[str, Any]:
     """Lays all pieces into tmpfs, as a store would hold them, and has the other process take them in."""
     places: list[Buffer] = []
     proofs = []
@@ -275,6 +323,7 @@ async def _imported(
     order = {
         "path": str(shelf.path),
         "look": look,
+        "trace": trace,
         "manifest": manifest.to_json().decode(),
         "places": [(place.offset, place.data.nbytes, proof) for place, proof in zip(places, proofs, strict=True)],
     }
@@ -283,7 +332,7 @@ async def _imported(
         place.free()
     if not answer["same"]:
         raise BenchError("the other engine holds other bytes than it was given")
-    return float(answer["import_s"]), float(answer["copy_s"])
+    return answer
 
 
 async def _neighbour_ratio(core: EngineCore, desk: StateDesk, block_tokens: int, rounds: int) -> float:

@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from collections.abc import Generator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import uvloop
 from bench.kv import PROOFS, engine
 from bench.kv_channel import PLACE
 from bench.kv_copy import copies
+from bench.kv_trace import Trace
 from engines.config import EngineConfig
 from engines.runtime.__main__ import SWITCH_INTERVAL_S
 from engines.runtime.arena import pin
@@ -78,16 +80,19 @@ class Shelf:
 
 async def take_in(
     core: EngineCore, desk: StateDesk, order: dict[str, Any], shelf: Shelf, prove: Proof
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Into an empty slot: what an earlier round left there is dropped before the clock starts."""
     manifest = Manifest.from_json(order["manifest"].encode())
     await core.perform(_empty_first_slot)
     copy_s = shelf.plain.in_s(manifest.total_bytes, shelf.memory)
-    began = time.perf_counter()
-    await desk.enter(0, manifest, SharedPieces(shelf.memory, order["places"], prove))
-    import_s = time.perf_counter() - began
+    trace = Trace()
+    with trace.watching(core.codec) if order["trace"] else nullcontext():
+        noted = trace.proof(prove) if order["trace"] else prove
+        began = time.perf_counter()
+        await desk.enter(0, manifest, SharedPieces(shelf.memory, order["places"], noted))
+        import_s = time.perf_counter() - began
     same = not order["look"] or await _is_there(desk, manifest, [proof for _, _, proof in order["places"]], prove)
-    return {"import_s": import_s, "copy_s": copy_s, "same": same}
+    return {"import_s": import_s, "copy_s": copy_s, "same": same, "spans": trace.told()}
 
 
 async def _is_there(desk: StateDesk, manifest: Manifest, proofs: list[str], prove: Proof) -> bool:

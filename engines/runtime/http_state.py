@@ -77,6 +77,10 @@ class StateEndpoint:
             if state.total_bytes <= SMALL_BYTES or "sha-256" in request.headers.get("Want-Content-Digest", ""):
                 response.headers.update(await _digests(state))
             await response.prepare(request)
+            if request.transport is not None:
+                # The transport sends out of the buffer itself: a write may return only when nothing of it is unsent, or the
+                # next piece is written over its end.
+                request.transport.set_write_buffer_limits(high=0)
             async for buffer in state:
                 await response.write(buffer)
             await response.write_eof()

@@ -31,6 +31,8 @@ _KEEPING = ctypes.PyDLL("libllama", handle=llama_cpp.llama_cpp._lib._handle)
 _seq_cp, _seq_rm = _KEEPING.llama_memory_seq_cp, _KEEPING.llama_memory_seq_rm
 _seq_cp.argtypes, _seq_cp.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 4], None
 _seq_rm.argtypes, _seq_rm.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 3], ctypes.c_bool
+# With more cells they take longer than that, and whoever proves pieces of state beside waits.
+KEEPING_TOKENS = 512
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 _QUEUED = 4  # a flag of states that only our builds know
 
@@ -286,7 +288,8 @@ class Llama:
     def share_range(self, source: int, target: int, start: int, end: int) -> None:
         """Lets `target` hold positions [start, end) of `source` too, in a unified cache without a copy. A recurrent state has
         no positions: `target` then shares the source's as it is now, and none where the source is empty."""
-        _seq_cp(self.memory, source, target, start, end)
+        call = _seq_cp if end - start <= KEEPING_TOKENS else llama_cpp.llama_memory_seq_cp
+        call(self.memory, source, target, start, end)
 
     def part_bytes(self, seq: int) -> int:
         """Size of what `export_into(…, partial=True)` writes."""
@@ -335,9 +338,10 @@ class Llama:
         """Drops positions ≥ `length` of `seq`. False when the memory cannot (recurrent state); nothing changed then."""
         return bool(llama_cpp.llama_memory_seq_rm(self.memory, seq, length, -1))
 
-    def clear(self, seq: int) -> None:
-        """Empties `seq` wholly, which never fails and also drops a recurrent state."""
-        _seq_rm(self.memory, seq, -1, -1)
+    def clear(self, seq: int, tokens: int = 0) -> None:
+        """Empties `seq`, which has about so many tokens, wholly; never fails and also drops a recurrent state."""
+        call = _seq_rm if tokens <= KEEPING_TOKENS else llama_cpp.llama_memory_seq_rm
+        call(self.memory, seq, -1, -1)
 
     def first_position(self, seq: int) -> int:
         """The lowest position still held in every layer, -1 when empty; above 0 behind a sliding window."""

@@ -61,7 +61,7 @@ class StateCodec:
 
     @property
     def queues(self) -> bool:
-        """Whether blocks may be `queued`: their bytes are copied, from where they lie, while the next one is prepared, and are
+        """Whether pieces may be `queued`: their bytes are copied, from where they lie, while the next one is prepared, and are
         there after the next call of this codec, or `settle`."""
         return self._llama.queues_states
 
@@ -79,7 +79,7 @@ class StateCodec:
                 self._llama.share_range(self._empty.index, scratch, 0, 0)
             return self._llama.export_into(scratch, buffer, partial=False, queued=queued)
         finally:
-            self._llama.clear(scratch)
+            self._llama.clear(scratch, end - start)
 
     def finished_block(self, taken: Bytes, start: int, tokens: Tokens) -> Bytes:
         """What was taken of a range of `tokens`, checked. On any thread."""
@@ -98,9 +98,9 @@ class StateCodec:
         written = self.take_part(sequence, buffer)
         return self.finished_part(buffer[:written], len(sequence))
 
-    def take_part(self, sequence: Sequence, buffer: Bytes) -> int:
-        """`export_part` without its checks: the bytes that llama.cpp wrote, for `finished_part`."""
-        return self._llama.export_into(sequence.index, buffer, partial=True)
+    def take_part(self, sequence: Sequence, buffer: Bytes, *, queued: bool = False) -> int:
+        """`export_part` without its checks: the bytes that llama.cpp writes, for `finished_part` (once they are there)."""
+        return self._llama.export_into(sequence.index, buffer, partial=True, queued=queued)
 
     def finished_part(self, taken: Bytes, tokens: int) -> Bytes:
         """What was taken of a sequence of `tokens` tokens, checked. On any thread."""
@@ -139,7 +139,7 @@ class StateCodec:
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused a block of the state.")
         self._llama.share_range(scratch, sequence.index, start, start + count)
-        self._llama.clear(scratch)
+        self._llama.clear(scratch, count)
         sequence.receive(count)
 
     def import_part(self, sequence: Sequence, tokens: int, part: Bytes) -> None:
@@ -147,9 +147,9 @@ class StateCodec:
         self.layout.check_part(part, tokens)
         self.enter_part(sequence, part)
 
-    def enter_part(self, sequence: Sequence, part: Bytes) -> None:
-        """`import_part` for a part that passed `layout.check_part` and has not changed since."""
-        if not self._llama.import_from(sequence.index, part, partial=True):
+    def enter_part(self, sequence: Sequence, part: Bytes, *, queued: bool = False) -> None:
+        """`import_part` for a part that passed `layout.check_part` and has not changed since, nor does until it is there."""
+        if not self._llama.import_from(sequence.index, part, partial=True, queued=queued):
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused the last part of the state.")
 
@@ -234,17 +234,18 @@ def _out_and_in(codec: StateCodec, probe: Sequence, tokens: list[int], *, queued
     for start, end in ((0, PROBE_CUT), (PROBE_CUT, PROBE_TOKENS)):
         buffer = np.zeros(codec.capacity_bytes(end - start), dtype=np.uint8)
         taken.append((start, tokens[start:end], buffer[: codec.take_block(probe, start, end, buffer, queued=queued)]))
-    part = (
-        codec.export_part(probe, np.empty(codec.part_bytes(probe), dtype=np.uint8)) if codec.layout.has_part else None
-    )
+    part = np.zeros(codec.part_bytes(probe), dtype=np.uint8)
+    if codec.layout.has_part:
+        part = part[: codec.take_part(probe, part, queued=queued)]
     codec.settle()
     blocks = [(start, inside, codec.finished_block(block, start, inside)) for start, inside, block in taken]
     probe.clear()
     for start, inside, block in blocks:
         codec.layout.check_block(block, start, inside)
         codec.enter_block(probe, start, len(inside), block, queued=queued)
-    if part is not None:
-        codec.import_part(probe, PROBE_TOKENS, part)
+    if codec.layout.has_part:
+        codec.layout.check_part(codec.finished_part(part, PROBE_TOKENS), PROBE_TOKENS)
+        codec.enter_part(probe, part, queued=queued)
     codec.settle()
     codec.complete(probe, tokens)
 

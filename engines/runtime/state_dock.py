@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -126,23 +127,30 @@ class Lane:
 
     async def _run(self) -> None:
         while self._jobs:
-            ready = self._jobs[0].ready
-            if ready is not None and not ready.done():
-                coming = asyncio.wrap_future(ready)
-                await asyncio.wait((coming,))
-                if not coming.cancelled():
-                    coming.exception()  # looked at: the job raises it
+            if not self._codec.queues:
+                await self._head_is_ready()
+            head = self._jobs[0]
             try:
                 await self._core.perform(self._work)
             except EngineError as error:  # the core has ended; what it did not take will not be done
                 while self._jobs:
                     self._settle(self._jobs.popleft(), None, error)
                 self._tell()
+            if self._jobs and self._jobs[0] is head:
+                await self._head_is_ready()
+
+    async def _head_is_ready(self) -> None:
+        ready = self._jobs[0].ready
+        if ready is not None and not ready.done():
+            coming = asyncio.wrap_future(ready)
+            await asyncio.wait((coming,))
+            if not coming.cancelled():
+                coming.exception()  # looked at: the job raises it
 
     def _work(self, cache: PrefixCache) -> Generator[None, None, None]:
         began_at = time.monotonic()
         try:
-            while self._jobs and self._jobs[0].is_ready:
+            while self._jobs and (self._jobs[0].is_ready or self._gets_ready(cache, began_at)):
                 self._advance(self._jobs.popleft(), cache)
                 busy = bool(cache.busy)
                 if busy:
@@ -156,6 +164,17 @@ class Lane:
         finally:
             self._settle_queued()
             self._tell()
+
+    def _gets_ready(self, cache: PrefixCache, began_at: float) -> bool:
+        """Waits for what the next job needs, where the codec queues, while nothing decodes and the slice lasts: an errand that
+        ends waits for what is queued, and the next one begins two threads later."""
+        ready, left_s = self._jobs[0].ready, began_at + IDLE_SLICE_S - time.monotonic()
+        if ready is None or not self._codec.queues or cache.busy or left_s <= 0:
+            return False
+        self._tell()
+        with suppress(TimeoutError, CancelledError):
+            ready.exception(left_s)
+        return ready.done()
 
     def _advance(self, job: _Job, cache: PrefixCache) -> None:
         try:

@@ -95,6 +95,22 @@ class ExportedPiece:
     proof: bytes
 
 
+@dataclass(frozen=True, eq=False)
+class _Leaving:
+    """A piece on its way into `buffer`."""
+
+    piece: StatePiece
+    buffer: Buffer
+    coming: asyncio.Future[tuple[Bytes, bytes]]
+
+    async def dropped(self) -> None:
+        """Waits until nobody uses the buffer, and frees it."""
+        await asyncio.wait((self.coming,))
+        if not self.coming.cancelled():
+            self.coming.exception()  # looked at: nobody asks for this piece any more
+        self.buffer.free()
+
+
 class ExportedState:
     """A state on its way out. `async with` it: leaving the block gives the slot back, also after a broken connection.
 
@@ -111,7 +127,8 @@ class ExportedState:
         self._dock = dock
         self._departure = departure
         self._metrics = metrics
-        self._under_way: deque[tuple[StatePiece, Buffer, asyncio.Future[tuple[Bytes, bytes]]]] = deque()
+        self._under_way: deque[_Leaving] = deque()
+        self._early: _Leaving | None = None
         self._began_at = time.monotonic()
         self._sent_bytes = 0
 
@@ -145,37 +162,57 @@ class ExportedState:
         """Each piece; the caller must free its buffer."""
         await self._drop_pieces()
         lane, waiting = self._dock.lane(), deque(self.manifest.pieces)
+        self._begin_early(lane, prove)
         while True:
             while waiting and self._has_room(waiting[0]) and await self._begin(lane, waiting[0], prove):
                 waiting.popleft()
             if not self._under_way:
-                return
-            piece, buffer, coming = self._under_way[0]
-            data, proof = await to_its_end(coming)
+                if not waiting:
+                    return
+                await self._drop_early()  # it held what the next block needs
+                continue
+            leaving = self._under_way[0]
+            data, proof = await to_its_end(leaving.coming)
             self._under_way.popleft()
-            yield ExportedPiece(piece, buffer, data, proof)
+            yield ExportedPiece(leaving.piece, leaving.buffer, data, proof)
 
     def left(self, sent_bytes: int) -> None:
         """All that was wanted of `pieces` has gone, as its metrics tell then."""
         self._sent_bytes, self.total_bytes = sent_bytes, sent_bytes
 
     def _has_room(self, piece: StatePiece) -> bool:
-        return self._dock.has_room((other.size_bytes for other, _, _ in self._under_way), piece.size_bytes)
+        return self._dock.has_room((other.piece.size_bytes for other in self._under_way), piece.size_bytes)
+
+    def _begin_early(self, lane: Lane, prove: Proof) -> None:
+        """A card copies the last part, which is large, before the blocks: it is proved while they are copied."""
+        part = next((piece for piece in self.manifest.pieces[1:] if piece.kind == "part"), None)
+        if part is not None and self._dock.codec.queues:
+            buffer = self._dock.arena.take_now(part.size_bytes)
+            self._early = self._leaving(lane, part, buffer, prove) if buffer else None
 
     async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> bool:
         """False when there is no buffer for it. Waits for one only where none is held, or transfers could wait in a ring."""
-        codec, departure, arena = self._dock.codec, self._departure, self._dock.arena
+        if self._early is not None and self._early.piece is piece:
+            self._under_way.append(self._early)
+            self._early = None
+            return True
+        codec, arena = self._dock.codec, self._dock.arena
         wanted = codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
-        buffer = arena.take_now(wanted) if self._under_way else await arena.take(wanted)
+        holds = self._under_way or self._early is not None
+        buffer = arena.take_now(wanted) if holds else await arena.take(wanted)
         if buffer is None:
             return False
+        self._under_way.append(self._leaving(lane, piece, buffer, prove))
+        return True
+
+    def _leaving(self, lane: Lane, piece: StatePiece, buffer: Buffer, prove: Proof) -> _Leaving:
+        codec, departure = self._dock.codec, self._departure
         coming = lane.submit(
             lambda cache: departure.take(codec, piece, buffer.data),
             then=partial(departure.finished, codec, piece, prove),
             quick=is_quick(prove),
         )
-        self._under_way.append((piece, buffer, coming))
-        return True
+        return _Leaving(piece, buffer, coming)
 
     async def _stream(self) -> AsyncIterator[memoryview]:
         yield memoryview(stream_head(self.manifest))
@@ -203,8 +240,10 @@ class ExportedState:
     async def _drop_pieces(self) -> None:
         """Waits for what is under way, whose buffers are in use until then."""
         while self._under_way:
-            _, buffer, coming = self._under_way.popleft()
-            await asyncio.wait((coming,))
-            if not coming.cancelled():
-                coming.exception()  # looked at: nobody asks for this piece any more
-            buffer.free()
+            await self._under_way.popleft().dropped()
+        await self._drop_early()
+
+    async def _drop_early(self) -> None:
+        if self._early is not None:
+            early, self._early = self._early, None
+            await early.dropped()

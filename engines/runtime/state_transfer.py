@@ -109,7 +109,7 @@ class Departure:
             return buffer[: codec.take_block(sequence, piece.start, piece.end, buffer, queued=codec.queues)]
         if piece.kind in DRAFT_KINDS:
             return self._take_draft(codec, piece, buffer)
-        return buffer[: codec.take_part(sequence, buffer)]
+        return buffer[: codec.take_part(sequence, buffer, queued=codec.queues)]
 
     def _take_draft(self, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
         sequence, drafts = self.slot.sequence, codec.drafts
@@ -176,7 +176,7 @@ class Arrival:
             codec.enter_block(sequence, piece.start, piece.tokens, data, queued=codec.queues)
             self.slot.awaited_cells -= piece.tokens
         elif piece.kind == "part":
-            codec.enter_part(sequence, data)
+            codec.enter_part(sequence, data, queued=codec.queues)
         elif piece.kind in DRAFT_KINDS:
             self._enter_draft(codec, piece, data)
         else:
@@ -213,7 +213,7 @@ class Arrival:
             return  # fewer places than the sender had
         self.adopted.append(place)
         place.sequence.share_prefix(self.slot.sequence, piece.end)
-        codec.enter_part(place.sequence, data)
+        codec.enter_part(place.sequence, data, queued=codec.queues)
 
     def finish(self) -> Slices[None]:
         yield from ()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from queue import SimpleQueue
 
 import blake3
 import xxhash
@@ -40,19 +41,43 @@ def checksum_of(data: Readable, helpers: int | None = None) -> bytes:
     if size <= STRETCH_BYTES:
         return xxhash.xxh3_128_digest(view)
     stretches = -(-size // STRETCH_BYTES)
-    shares = min(_helpers(helpers) + 1, stretches) if size >= LEAST_SHARED_BYTES else 1
-    if shares == 1:
-        return xxhash.xxh3_128_digest(_row(view, 0, stretches))
-    bounds = [stretches * share // shares for share in range(shares + 1)]
-    others = [_pool().submit(_row, view, *bounds[share : share + 2]) for share in range(1, shares)]
-    rows = [_row(view, *bounds[:2]), *(other.result() for other in others)]
-    return xxhash.xxh3_128_digest(b"".join(rows))
+    row = _Row(view, stretches)
+    if size >= LEAST_SHARED_BYTES:
+        _call_helpers(row, min(_helpers(helpers), stretches - 1))
+    return xxhash.xxh3_128_digest(row.made())
 
 
-def _row(view: memoryview, first: int, end: int) -> bytes:
-    """The checksums of stretches [first, end), one behind the other."""
-    starts = range(first * STRETCH_BYTES, end * STRETCH_BYTES, STRETCH_BYTES)
-    return b"".join(xxhash.xxh3_128_digest(view[start : start + STRETCH_BYTES]) for start in starts)
+class _Row:
+    """The checksums of all stretches, one behind the other, made by whoever comes to take the next one."""
+
+    def __init__(self, view: memoryview, stretches: int) -> None:
+        self._view = view
+        self._checksums = [b""] * stretches
+        # Several threads draw from these two, which the interpreter's lock keeps whole.
+        self._next = iter(range(stretches))
+        self._finished = count(1)
+        self._failure: BaseException | None = None
+        self._complete = threading.Lock()
+        self._complete.acquire()
+
+    def made(self) -> bytes:
+        """On the thread that wants it, which does what no other has begun. Raises what a helper's part raised."""
+        self.work()
+        with self._complete:
+            self._view = memoryview(b"")  # a call that comes too late must not keep the memory
+        if self._failure is not None:
+            raise self._failure
+        return b"".join(self._checksums)
+
+    def work(self) -> None:
+        for index in self._next:
+            start = index * STRETCH_BYTES
+            try:
+                self._checksums[index] = xxhash.xxh3_128_digest(self._view[start : start + STRETCH_BYTES])
+            except BaseException as error:  # noqa: BLE001 - whoever waits for the row raises it
+                self._failure = error
+            if next(self._finished) == len(self._checksums):
+                self._complete.release()
 
 
 def _helpers(wanted: int | None = None) -> int:
@@ -63,13 +88,33 @@ def _helpers(wanted: int | None = None) -> int:
 
 
 _lock = threading.Lock()
-_threads: ThreadPoolExecutor | None = None
+_calls: SimpleQueue[_Row] = SimpleQueue()
+_threads: list[threading.Thread] = []
 
 
-def _pool() -> ThreadPoolExecutor:
-    """Made at the first need, for the whole process; its threads wait for nothing but their own work."""
-    global _threads
-    if _threads is None:
+def _call_helpers(row: _Row, wanted: int) -> None:
+    """Calls so many. Nobody depends on their coming: who comes too late finds nothing to do."""
+    for _ in range(min(wanted, MOST_HELPERS)):
+        _calls.put(row)
+    while len(_threads) < min(wanted, MOST_HELPERS):
         with _lock:
-            _threads = _threads or ThreadPoolExecutor(max(1, _helpers()), thread_name_prefix="checksum")
-    return _threads
+            if len(_threads) < MOST_HELPERS:
+                thread = threading.Thread(target=_help, name=f"checksum-{len(_threads)}", daemon=True)
+                _threads.append(thread)
+                thread.start()
+
+
+def _help() -> None:
+    """For the whole process, as long as it lives; waits for nothing but its next call."""
+    while True:
+        _calls.get().work()
+
+
+def _forget_threads() -> None:
+    """In a forked process, which has none of them."""
+    global _calls, _lock
+    _calls, _lock = SimpleQueue(), threading.Lock()
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

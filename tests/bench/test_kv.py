@@ -28,10 +28,16 @@ def test_recurrent_state_is_made_up_too_and_windows_are_refused_with_the_reason(
     tiny_model: Callable[..., SyntheticModel], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     options = ["--contexts", "300", "--rounds", "1", "--blocks", "0", "--threads", "1"]
-    out = tmp_path / "kv.json"
-    hybrid = ["--model", str(tiny_model("qwen35").path), "--kv-types", "q8_0", "--out", str(out)]
+    out, trace = tmp_path / "kv.json", tmp_path / "trace.json"
+    hybrid = ["--model", str(tiny_model("qwen35").path), "--kv-types", "q8_0", "--out", str(out), "--trace", str(trace)]
     assert main(["kv", *options, *hybrid]) == 0
     cases = json.loads(out.read_text())["blocks"]
     assert [(case["kv_type"], case["tokens"]) for case in cases] == [("q8_0", 300)]
+    traced = json.loads(trace.read_text())
+    assert [one["way"] for one in traced] == ["export", "import"]
+    done = [{span["what"] for span in one["spans"]} for one in traced]
+    assert {"take_block", "take_part", "prove", "hand on"} <= done[0]
+    assert {"enter_block", "enter_part", "prove"} <= done[1]
+    assert all(0 < one["figures"]["copying"] <= 1 for one in traced)
     assert main(["kv", *options, "--model", str(tiny_model("gemma3").path)]) == 1
     assert "sliding windows" in capfd.readouterr().err

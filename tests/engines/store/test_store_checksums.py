@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import blake3
 import pytest
@@ -37,3 +39,21 @@ def test_every_byte_counts() -> None:
         data[at] ^= 1
     assert checksum_of(data) == whole
     assert checksum_of(data[:-1]) != whole
+
+
+def test_many_that_share_their_threads_at_once_get_each_its_own() -> None:
+    data = random.Random(7).randbytes(3 * STRETCH_BYTES)
+    views = [memoryview(data)[start:] for start in range(0, 4096, 64)]
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda view: checksum_of(view, 3), views))
+    assert len(set(made)) == len(views)
+    assert made[::16] == [by_the_book(bytes(view)) for view in views[::16]]
+
+
+def test_a_forked_process_makes_them_too() -> None:
+    data = random.Random(8).randbytes(2 * STRETCH_BYTES)
+    wanted = checksum_of(data, 2)
+    child = os.fork()
+    if not child:
+        os._exit(0 if checksum_of(data, 2) == wanted else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
