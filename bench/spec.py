@@ -2,7 +2,10 @@
 
 One model serves all acceptance rates: its text is one long circle of tokens, and the draft head is wrong as often as wanted on
 an arc for each rate. All servers live at once and are measured in turn, so that a card's warmth is the same for all; ours without
-drafts is a server of its own, since a draft head costs something even where it is not asked.
+drafts is a server of its own, since a draft head costs something even where it is not asked. Forms are compared round by round,
+since a card's clock changes more from one minute to the next than the forms differ: a ratio is the median of its rounds.
+
+`--simulate` asks only for the choice of the length, on simulated devices (bench/spec_simulation.py).
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import aiohttp
 import numpy as np
 import numpy.typing as npt
 
+from bench import spec_simulation
 from bench.errors import BenchError
 from bench.load import Request, client_session, drive
 from bench.measures import steady_rate, whole_rate
@@ -36,6 +42,7 @@ PEER_LENGTHS = [1, 3]
 PROMPT_TOKENS = 48
 WARM_UP_TOKENS = 32
 CONTEXT_STEP_TOKENS = 256
+PASSAGE_SPARE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -51,17 +58,27 @@ class Rates:
     """Tokens per second by acceptance, streams and form, an entry per round."""
 
     def __init__(self) -> None:
-        self.rounds: dict[tuple[float, int, str], list[float]] = {}
+        self.rounds: dict[tuple[str, int, str], list[float]] = {}
 
-    def add(self, acceptance: float, streams: int, form: str, rate: float) -> None:
+    @property
+    def cells(self) -> list[tuple[str, int]]:
+        """Acceptance and streams of all that was measured, in order."""
+        return list(dict.fromkeys((acceptance, streams) for acceptance, streams, _ in self.rounds))
+
+    def add(self, acceptance: str, streams: int, form: str, rate: float) -> None:
         self.rounds.setdefault((acceptance, streams, form), []).append(rate)
 
-    def of(self, acceptance: float, streams: int, form: str) -> float | None:
-        """The fastest round: whatever else happens on a machine only ever slows one."""
-        return max(self.rounds.get((acceptance, streams, form), []), default=None)
+    def of(self, acceptance: str, streams: int, form: str) -> float | None:
+        """The median of all rounds."""
+        rates = self.rounds.get((acceptance, streams, form))
+        return median(rates) if rates else None
 
-    def best(self, acceptance: float, streams: int, forms: tuple[str, ...]) -> float | None:
-        return max((rate for form in forms if (rate := self.of(acceptance, streams, form))), default=None)
+    def ratio(self, acceptance: str, streams: int, forms: tuple[str, ...]) -> float | None:
+        """Of auto to whichever of the forms it compares worst with."""
+        ours = self.rounds.get((acceptance, streams, AUTO), [])
+        theirs = [self.rounds.get((acceptance, streams, form), []) for form in forms]
+        ratios = [[mine / rate for mine, rate in zip(ours, rates, strict=False)] for rates in theirs]
+        return min((median(rounds) for rounds in ratios if rounds), default=None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--peer-form", choices=FORMS, default="default+bare", help="of llama-server")
     parser.add_argument("--out", type=Path, help="file for all details as JSON")
+    parser.add_argument("--changes", action="store_true", help="also answers whose acceptance changes in the middle")
+    parser.add_argument("--simulate", action="store_true", help="the choice of the length alone, without any model")
+    parser.add_argument("--seeds", type=int, default=200, help="simulated runs of each cell")
+    parser.add_argument("--answer-tokens", type=int, default=192, help="tokens of a simulated answer")
 
 
 def _numbers(text: str) -> list[int]:
@@ -92,13 +113,18 @@ def _shares(text: str) -> list[float]:
 
 def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
     """Measures, prints the table, and returns the object of the last line."""
+    if options.simulate:
+        return spec_simulation.run(options.seeds, options.answer_tokens)
     if max(options.lengths) < 1:
         raise BenchError("drafts of no length but 0 leave nothing to compare; say --lengths 0,1,2,3,4")
     if not options.model.startswith("synthetic:") or not options.model.endswith("-drafts"):
         raise BenchError(f"{options.model} has no draft head that can be made wrong; say synthetic:hybrid-drafts")
     model = model_path(options.model)
-    arcs = dict(zip(options.acceptance, np.array_split(text_circle(qwen35()), len(options.acceptance)), strict=True))
-    set_wrong_drafts(model, [(tokens, 1 - acceptance) for acceptance, tokens in arcs.items()])
+    pieces = np.array_split(text_circle(qwen35()), len(options.acceptance))
+    set_wrong_drafts(model, [(piece, 1 - rate) for rate, piece in zip(options.acceptance, pieces, strict=True)])
+    arcs = dict(zip(map(str, options.acceptance), pieces, strict=True))
+    if options.changes:
+        arcs |= _passages(arcs, options.new_tokens)
     rates = Rates()
     options.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as servers:
@@ -108,6 +134,16 @@ def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([[*key, *values] for key, values in rates.rounds.items()], indent=1))
     return last_line(options, rates)
+
+
+def _passages(arcs: Mapping[str, npt.NDArray[np.int64]], new_tokens: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Where each arc passes into the next: answers that begin near the start of these have another acceptance in their second
+    half."""
+    half = new_tokens // 2 + PASSAGE_SPARE_TOKENS
+    return {
+        f"{before} then {after}": np.concatenate((arcs[before][-half:], arcs[after][:half]))
+        for before, after in pairwise(arcs)
+    }
 
 
 def _variants(
@@ -147,7 +183,7 @@ def _settings(
 
 async def _measure(
     variants: list[Variant],
-    arcs: Mapping[float, npt.NDArray[np.int64]],
+    arcs: Mapping[str, npt.NDArray[np.int64]],
     options: argparse.Namespace,
     rates: Rates,
 ) -> None:
@@ -167,7 +203,7 @@ async def _round(
     session: aiohttp.ClientSession,
     variants: list[Variant],
     tokens: npt.NDArray[np.int64],
-    cell: tuple[float, int],
+    cell: tuple[str, int],
     options: argparse.Namespace,
     round_index: int,
     rates: Rates,
@@ -203,24 +239,27 @@ def last_line(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """The worst ratios over all cells; `vs_llama_server` compares our auto with the best of its lengths."""
     fixed = tuple(map(str, options.lengths))
     theirs = tuple(f"{PEER} {n}" for n in options.peer_lengths)
-    cells = [(acceptance, streams) for acceptance in options.acceptance for streams in options.streams]
-    return {
-        "auto_vs_best_fixed_min": _least((rates.of(*c, AUTO), rates.best(*c, fixed)) for c in cells),
-        "auto_vs_none_min": _least((rates.of(*c, AUTO), rates.of(*c, NONE)) for c in cells),
-        "vs_llama_server": _least((rates.of(*c, AUTO), rates.best(*c, theirs)) for c in cells),
+    cells = [cell for cell in rates.cells if cell[0] in map(str, options.acceptance)]
+    passages = [cell for cell in rates.cells if cell not in cells]
+    answer = {
+        "auto_vs_best_fixed_min": _least(rates.ratio(*cell, fixed) for cell in cells),
+        "auto_vs_none_min": _least(rates.ratio(*cell, (NONE,)) for cell in cells),
+        "vs_llama_server": _least(rates.ratio(*cell, theirs) for cell in cells),
     }
+    if passages:
+        answer["changing_vs_best_fixed_min"] = _least(rates.ratio(*cell, fixed) for cell in passages)
+        answer["changing_vs_none_min"] = _least(rates.ratio(*cell, (NONE,)) for cell in passages)
+    return answer
 
 
-def _least(pairs: Any) -> float | None:
-    ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
-    return round(min(ratios), 4) if ratios else None
+def _least(ratios: Iterable[float | None]) -> float | None:
+    return min((round(ratio, 4) for ratio in ratios if ratio), default=None)
 
 
 def _print(options: argparse.Namespace, rates: Rates) -> None:
     forms = (NONE, *map(str, options.lengths), AUTO, *(f"{PEER} {n}" for n in options.peer_lengths))
     rows = []
-    for acceptance in options.acceptance:
-        for streams in options.streams:
-            values = [rates.of(acceptance, streams, form) for form in forms]
-            rows.append([f"{acceptance}", str(streams), *("–" if v is None else f"{v:.1f}" for v in values)])
+    for acceptance, streams in rates.cells:
+        values = [rates.of(acceptance, streams, form) for form in forms]
+        rows.append([acceptance, str(streams), *("–" if v is None else f"{v:.1f}" for v in values)])
     print_table(f"{options.model}: tokens/s by draft length", ["acceptance", "streams", *forms], rows)

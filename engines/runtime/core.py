@@ -215,7 +215,7 @@ class EngineCore(threading.Thread):
             self._draw(rows)
             if work is not None:
                 resident_tokens = self.cache.ledger.count - self.cache.ledger.free
-                acceptance = self.speculation.length.prior if self.speculation else 0.0
+                acceptance = self.speculation.length.prior if self.speculation and work.drafted else 0.0
                 self.rates.stepped(work, resident_tokens, acceptance, time.monotonic() - started)
             if self.speculation:
                 self.speculation.stepped(rows, time.monotonic() - started)
@@ -245,6 +245,8 @@ class EngineCore(threading.Thread):
         self.metrics.decode_calls.inc()
         self.metrics.step_seconds.observe(time.monotonic() - started)
         if status == 0:
+            for row in rows:
+                _append(row)
             hidden = self.speculation.hidden_rows(batch.count) if self.speculation and span is None else None
             for row in rows:
                 self._advance(row, hidden)
@@ -268,15 +270,11 @@ class EngineCore(threading.Thread):
             self._draw(alone)
 
     def _advance(self, row: Row, hidden: NDArray[np.float32] | None) -> None:
+        """What a computed row means, after its tokens were noted."""
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
-        start = len(slot.sequence)
-        if row.span is None:
-            slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
-        else:
-            slot.sequence.append_part_of_span(generation.tokens[start : start + row.count], generation.spans)
         if hidden is not None and slot.sequence.draft is not None:
-            slot.sequence.draft.note(start, hidden[row.first : row.last + 1])
+            slot.sequence.draft.note(len(slot.sequence) - row.count, hidden[row.first : row.last + 1])
         if len(slot.sequence) in generation.cuts:
             self.cache.checkpoint(slot)
         if generation.new_tokens == 0:
@@ -317,6 +315,10 @@ class EngineCore(threading.Thread):
     def stands_in_line(self, generation: Generation) -> bool:
         """Whether it waits for a slot, or for its prefix to come in."""
         return generation in self._waiting or generation in self.landing
+
+    def begin_moved(self, slot: Slot, generation: Generation) -> None:
+        """The generation goes on in the idle slot that has its state."""
+        self._admission.begin_moved(slot, generation)
 
     def end_moved(self, generation: Generation) -> None:
         """Ends a generation that goes on elsewhere; it must stand in no slot any more."""
@@ -363,3 +365,14 @@ class EngineCore(threading.Thread):
     @property
     def planner(self) -> StepPlanner:
         return self._planner
+
+
+def _append(row: Row) -> None:
+    """Notes the tokens of a row that is being computed; a card does not wait for that."""
+    slot, generation = row.slot, row.slot.generation
+    assert generation is not None
+    start = len(slot.sequence)
+    if row.span is None:
+        slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
+    else:
+        slot.sequence.append_part_of_span(generation.tokens[start : start + row.count], generation.spans)

@@ -8,39 +8,41 @@ which the first two are dearer than the others: there the shape of the call chan
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-# A cost is the mean of its measurements until so many; later ones weigh as much as then.
-COST_MEMORY = 40
+from engines.runtime.draft_costs import DraftingCosts, StepCosts
+
 # How long trials count: those that a choice rests on, and those that may contradict them.
 LONG_MEMORY, RECENT_MEMORY = 0.995, 0.97
 # So many standard deviations apart, the recent trials are believed and the earlier ones forgotten.
 CONTRADICTION = 3.0
-# As many imagined trials stand for what is known of the engine's other generations.
+# As many imagined trials stand for what is known of the engine's other generations, once it has seen some; of a new engine for
+# what heads mostly reach.
 PRIOR_TRIALS = 16.0
-PRIOR_ACCEPTANCE = 0.8
-ENGINE_PRIOR_TRIALS = 4.0
-# A measurement that lies this far beyond the estimate is a graph that was rebuilt, not the price of a step.
-OUTLIER_RATIO = 1.5
-# A choice is looked at again after so many steps. A device prepares for a shape of step before it is fast; the first ones of
-# a new shape tell what changing it costs.
-RUN_STEPS = 24
+PRIOR_ACCEPTANCE = 0.66
+ENGINE_PRIOR_TRIALS = 2.0
+# A choice is looked at again after so few steps, and after twice as many each time it stays, up to so many.
+FIRST_RUN_STEPS, RUN_STEPS = 3, 24
+# A device prepares for a shape of step before it is fast; the first ones of a new shape tell what changing it costs. Until one
+# was seen it is taken for a step.
 SETTLING_STEPS = 5
 CHANGE_GAIN = 0.2
-# Steps without drafts after which a few tokens are drafted and only compared with what is drawn, so that the steps keep their
-# shape; twice as many each time they still would not pay.
+# While nothing is drafted, so many tokens are drafted now and then and only compared with what is drawn, so that the steps keep
+# their shape: at the start as nothing is known, then after so many steps, twice as many each time it still would not pay; more of
+# them as long as good luck would make it pay. Looks get at most this share of the time, and none where even right drafts lose.
 PATIENCE_STEPS = 128
 MAX_PATIENCE_STEPS = 1024
-PEEK_TRIALS = 8
+LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 48
+LOOK_SHARE = 0.005
+LUCK_DEVIATIONS = 1.0
 # Another length must promise this much more, or the choice would flicker between equals; and where the steps' shape changes
 # only for it, win back what the change costs within the tokens that are still to be expected: as many as were made, between
 # these bounds. Drafts at all must promise a little more again, as what they cost beside the steps is not measured.
 ADVANTAGE = 1.01
 DRAFTS_ADVANTAGE = 1.02
-HORIZON_TOKENS = (64, 512)
-# What was never measured is tried once if it might be better by this much than it looks.
-HOPE = 1.12
+HORIZON_TOKENS = (128, 512)
+# What neither a warm-up nor a step has measured is tried once if it might be better by this much than it looks.
+HOPE = 1.03
 
 
 class Acceptance:
@@ -70,96 +72,10 @@ class Acceptance:
         """`prior` counts as so many trials of its own."""
         return (self._hits + trials * prior) / (self._trials + trials)
 
-
-class Line:
-    """Values at some places; between and beyond those, along straight lines that never fall."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, float] = {}
-        self.places: list[int] = []
-
-    def put(self, place: int, value: float) -> None:
-        if place not in self.values:
-            insort(self.places, place)
-        self.values[place] = value
-
-    def at(self, place: int) -> float:
-        """0 as long as no value is known."""
-        known = self.places
-        if place in self.values or not known:
-            return self.values.get(place, 0.0)
-        if len(known) == 1:
-            return self.values[known[0]] * math.sqrt(max(1.0, place / known[0]))
-        index = min(max(bisect_left(known, place), 1), len(known) - 1)
-        low, high = known[index - 1], known[index]
-        slope = max(0.0, (self.values[high] - self.values[low]) / (high - low))
-        return max(0.0, self.values[low] + slope * (place - low))
-
-
-class StepCosts:
-    """Seconds of a step by its number of rows: as measured, or else as a warm-up's steps let expect. Those tell how costs grow
-    but not how high they are, so that the nearest measurements say how far off they were."""
-
-    def __init__(self) -> None:
-        self._expected = Line()
-        self._seen = Line()
-        self._times: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._seen.places)
-
-    def knows(self, rows: int) -> bool:
-        """Whether such steps were measured."""
-        return rows in self._seen.values
-
-    def expect(self, rows: int, seconds: float) -> None:
-        self._expected.put(rows, seconds)
-
-    def saw(self, rows: int, seconds: float) -> None:
-        known = self._seen.values.get(rows)
-        times = self._times[rows] = min(self._times.get(rows, 0) + 1, COST_MEMORY)
-        if known is None:
-            expected = self.seconds(rows)
-            self._seen.put(rows, min(seconds, expected * OUTLIER_RATIO) if expected else seconds)
-        else:
-            self._seen.put(rows, known + (min(seconds, known * OUTLIER_RATIO) - known) / times)
-
-    def seconds(self, rows: int) -> float:
-        """0 as long as nothing is known."""
-        expected, seen = self._expected.at(rows), self._seen
-        if rows in seen.values or not expected:
-            return seen.at(rows)
-        if not seen.places:
-            return expected
-        index = bisect_left(seen.places, rows)
-        low, high = seen.places[max(index - 1, 0)], seen.places[min(index, len(seen.places) - 1)]
-        share = (rows - low) / (high - low) if low < rows < high else float(rows >= high)
-        return expected * ((1 - share) * self._error(low) + share * self._error(high))
-
-    def _error(self, rows: int) -> float:
-        return self._seen.values[rows] / self._expected.at(rows)
-
-
-class DraftingCosts:
-    """Seconds of drafting so many tokens for so many sequences at once."""
-
-    def __init__(self) -> None:
-        self._by_count: dict[int, StepCosts] = {}
-        self._per_token = StepCosts()
-
-    def saw(self, count: int, length: int, seconds: float) -> None:
-        self._by_count.setdefault(count, StepCosts()).saw(length, seconds)
-        self._per_token.saw(count, seconds / length)
-
-    def knows(self, count: int, length: int) -> bool:
-        return count in self._by_count and self._by_count[count].knows(length)
-
-    def seconds(self, count: int, length: int) -> float:
-        """By what was measured with as many sequences if possible; 0 for no token, or as long as nothing was measured."""
-        costs = self._by_count.get(count)
-        if costs is None or len(costs) < 2:
-            return length * self._per_token.seconds(count)
-        return costs.seconds(length)
+    @property
+    def trials(self) -> float:
+        """Those that still count."""
+        return self._trials
 
 
 class DraftLength:
@@ -172,15 +88,24 @@ class DraftLength:
         self.chosen = 0
         self._all = Acceptance()
         self._count = 0
+        self._bounds: Sequence[int] = ()
+        # Steps until the choice is looked at again, and how many that are from one time to the next.
         self._left = 0
+        self._run = FIRST_RUN_STEPS
         # Rows of the last step, 0 after one of another kind; steps until one of this shape is as fast as it gets.
         self._rows = 0
         self._settling = 0
-        self._change_s = 0.0
         self._changing_s = 0.0
+        # What changes have cost beyond the steps themselves; None before the first.
+        self._change_s: float | None = None
+        # Steps without drafts since the last look, and until the next; steps of a look that are left, and trials of it so far.
         self._idle = 0
-        self._peeks = 0
-        self._patience = PATIENCE_STEPS
+        self._patience = 0
+        self._looking = 0
+        self._look_trials = 0
+        self._look_s = 0.0
+        # Whether the last decision was for drafts.
+        self._stopped = False
 
     @property
     def prior(self) -> float:
@@ -192,23 +117,35 @@ class DraftLength:
 
         `made_tokens`: how much each generation has written, on average.
         """
-        count = len(acceptances)
-        if count != self._count or self._left == 0 or self._rows == 0:
-            self._decide(acceptances, count, made_tokens)
+        if self.is_due(len(acceptances)):
+            self.decide(acceptances, made_tokens)
+        return self.next(longest)
+
+    def is_due(self, count: int) -> bool:
+        """Whether a step of `count` sequences needs a decision first."""
+        return self._left == 0 or count != self._count or self._rows == 0
+
+    def next(self, longest: int) -> int:
+        """The length for the next step, as decided."""
         self._left -= 1
         if self.chosen == 0:
             self._idle += 1
-            self._peeks = max(0, self._peeks - 1)
+            self._looking = max(0, self._looking - 1)
         return min(self.chosen, longest)
 
     @property
     def peeks(self) -> bool:
         """Whether this step, which is to have no draft, should show what one would have been worth."""
-        return self.chosen == 0 and self._peeks > 0
+        return self.chosen == 0 and self._looking > 0
 
-    def _decide(self, acceptances: Sequence[Acceptance], count: int, made_tokens: float) -> None:
-        prior = self.prior
-        rates = [acceptance.rate(prior) for acceptance in acceptances]
+    def decide(
+        self, acceptances: Sequence[Acceptance], made_tokens: float, bounds: Sequence[int] | None = None
+    ) -> None:
+        """`bounds`: the longest draft that each generation may use, as far as that is less than the longest."""
+        self._bounds = bounds or [self.longest] * len(acceptances)
+        count, prior = len(acceptances), self.prior
+        weight = min(PRIOR_TRIALS, ENGINE_PRIOR_TRIALS + self._all.trials / 4)
+        rates = [acceptance.rate(prior, weight) for acceptance in acceptances]
         speeds = [self._speed(rates, length) for length in range(self.longest + 1)]
         hopes = [speed if self._is_known(count, length) else HOPE * speed for length, speed in enumerate(speeds)]
         hopes[0] *= DRAFTS_ADVANTAGE
@@ -216,13 +153,47 @@ class DraftLength:
         kept = hopes[self.chosen] if self.chosen == 0 else speeds[self.chosen]
         if hopes[best] < kept * self._advantage(speeds[self.chosen], count, made_tokens):
             best = self.chosen
-        self._left = RUN_STEPS
-        if best:
-            self._idle, self._patience, self._peeks = 0, PATIENCE_STEPS, 0
-        elif self._idle >= self._patience:
-            self._idle, self._patience = 0, min(2 * self._patience, MAX_PATIENCE_STEPS)
-            self._peeks = self._left = 1 + math.ceil(PEEK_TRIALS / count)
+        self._run = FIRST_RUN_STEPS if self._rows == 0 or best != self.chosen else min(2 * self._run, RUN_STEPS)
+        self._left = self._run
         self.chosen, self._count = best, count
+        if best:
+            self._idle, self._patience, self._looking, self._look_trials, self._stopped = 0, PATIENCE_STEPS, 0, 0, True
+        elif not self._looking:
+            self._plan_look(rates, hopes[0])
+
+    def _plan_look(self, rates: Sequence[float], rest: float) -> None:
+        """Whether to look now at what drafts would be worth, where steps without them make `rest` tokens per second or less."""
+        stopped, self._stopped = self._stopped, False
+        lucky = self._pays([min(1.0, rate + self._luck(rate)) for rate in rates], rest)
+        if self._look_trials or stopped:
+            goes_on = lucky and self._look_trials < MOST_LOOK_TRIALS
+        elif self._idle < self._patience:
+            return
+        else:
+            goes_on = self._pays([1.0] * len(rates), rest)
+        if goes_on:
+            steps = math.ceil(LOOK_TRIALS / len(rates))
+            self._look_trials += steps * len(rates)
+            # One more, as it is counted down before a step asks whether to look.
+            self._looking = self._left = 1 + steps
+        elif not stopped:
+            self._rest_from_looks(len(rates))
+
+    def _rest_from_looks(self, count: int) -> None:
+        step_s = self.steps.seconds(count)
+        enough = self._look_s / (LOOK_SHARE * step_s) if step_s else 0.0
+        self._idle, self._look_trials, self._look_s = 0, 0, 0.0
+        self._patience = max(min(2 * self._patience, MAX_PATIENCE_STEPS), PATIENCE_STEPS, math.ceil(enough))
+
+    def _pays(self, rates: Sequence[float], rest: float) -> bool:
+        return any(self._speed(rates, length) > rest for length in range(1, self.longest + 1))
+
+    def _luck(self, rate: float) -> float:
+        return LUCK_DEVIATIONS * math.sqrt(rate * (1 - rate) / (self._all.trials + 1))
+
+    def looked(self, seconds: float) -> None:
+        """A look's draft took so long."""
+        self._look_s += seconds
 
     def _advantage(self, speed: float, count: int, made_tokens: float) -> float:
         """By how much another length must be better than the chosen one, which makes `speed` tokens per second."""
@@ -230,7 +201,8 @@ class DraftLength:
             return ADVANTAGE  # the shape changes anyhow
         low, high = HORIZON_TOKENS
         left_s = count * min(max(made_tokens, low), high) / speed
-        return ADVANTAGE + self._change_s / left_s
+        change_s = self.steps.seconds(self._rows) if self._change_s is None else self._change_s
+        return ADVANTAGE + change_s / left_s
 
     def _is_known(self, count: int, length: int) -> bool:
         return length == 0 or (self.steps.knows(count * (length + 1)) and self.drafting.knows(count, length))
@@ -238,7 +210,9 @@ class DraftLength:
     def _speed(self, rates: Sequence[float], length: int) -> float:
         """Tokens per second, by what is known."""
         count = len(rates)
-        tokens = sum(_expected_tokens(rate, length) for rate in rates)
+        tokens = sum(
+            _expected_tokens(rate, min(length, bound)) for rate, bound in zip(rates, self._bounds, strict=True)
+        )
         seconds = self.steps.seconds(count * (length + 1))
         if length:
             seconds += self.drafting.seconds(count, length)
@@ -258,9 +232,12 @@ class DraftLength:
     def _settle(self, rows: int, step_s: float) -> None:
         self._settling -= 1
         usual_s = self.steps.seconds(rows)
-        self._changing_s += max(0.0, step_s - usual_s) if usual_s else 0.0
+        if not usual_s:
+            return  # nothing to hold it against
+        self._changing_s += max(0.0, step_s - usual_s)
         if not self._settling:
-            self._change_s += CHANGE_GAIN * (self._changing_s - self._change_s)
+            known_s = self._changing_s if self._change_s is None else self._change_s
+            self._change_s = known_s + CHANGE_GAIN * (self._changing_s - known_s)
 
     def interrupted(self) -> None:
         """A step of another kind, with a prompt's tokens, came between: the next one's shape is a new one for the device."""

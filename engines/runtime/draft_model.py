@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
@@ -24,6 +24,9 @@ from engines.runtime.context_params import DRAFT_ROWS_PER_SEQUENCE, DraftContext
 from engines.runtime.draft_rows import DraftRows
 from engines.runtime.llama import Batch, Llama, float_view
 from engines.runtime.slots import Slot
+
+if TYPE_CHECKING:
+    from engines.runtime.planner import Row
 
 log = logging.getLogger("hydra.engine.draft")
 
@@ -97,11 +100,13 @@ class DraftModel:
             raise ValueError("the target has no hidden rows; it was decoded without them")
         return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length).copy()
 
-    def feed_backlog(self, slots: list[Slot]) -> None:
-        """Feeds sequences whose hidden rows have piled up, without asking for a draft."""
-        self._feed_before(
-            [slot for slot in slots if slot.sequence.draft is not None and slot.sequence.draft.kept > KEPT_LIMIT]
-        )
+    def feed_backlog(self, rows: Sequence[Row]) -> None:
+        """Feeds sequences of a step whose hidden rows have piled up, without asking for a draft."""
+        behind = [
+            row.slot for row in rows if (draft := row.slot.sequence.draft) is not None and draft.kept > KEPT_LIMIT
+        ]
+        if behind:
+            self._feed_before(behind)
 
     @property
     def native(self) -> Any:
@@ -228,19 +233,24 @@ class DraftModel:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
         return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
 
-    def time_draft(self, sequences: int) -> float:
-        """Seconds that one drafted token of each of the first `sequences` sequences takes; they must be empty."""
+    def time_draft(self, sequences: int, length: int) -> float:
+        """Seconds that drafts of `length` tokens of the first `sequences` sequences take, after a first time; they must be
+        empty."""
         elapsed_s = 0.0
+        seqs = list(range(sequences))
         for _ in range(2):
             self._batch.clear()
-            for seq in range(sequences):
+            for seq in seqs:
                 self._batch.add_row(seq, 0, 0, None, output=True)
             started = time.monotonic()
-            if self._decode() == 0:
-                for row in range(sequences):
-                    self._likeliest(row)
+            for step in range(length):
+                if self._decode() != 0:
+                    break
+                tokens = np.array([self._likeliest(row) for row in seqs], dtype=np.int32)
+                if step + 1 < length:
+                    self._batch.one_each(seqs, [step + 1] * sequences, tokens, self._hidden(sequences))
             elapsed_s = time.monotonic() - started
-            for seq in range(sequences):
+            for seq in seqs:
                 self.forget(seq, 0)
         return elapsed_s
 

@@ -42,16 +42,19 @@ class Drawing:
         self._give_up_slot = give_up_slot
 
     def take_tokens(self, row: Row) -> None:
-        """Draws the next token, and behind each token of the draft as long as that is the one that was drawn."""
+        """Draws the next token, and behind each token of the draft as long as that is the one that was drawn, and it may have
+        a draft that long."""
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
+        offered = min(len(row.draft), generation.longest_draft) if row.draft else 0
         accepted = 0
         while self._take_token(slot, generation, row.last - len(row.draft) + accepted):
-            if accepted == len(row.draft) or generation.tokens[-1] != row.draft[accepted]:
+            if accepted == offered or generation.tokens[-1] != row.draft[accepted]:
                 break
             accepted += 1
         if row.draft and self._speculation:
-            self._speculation.judged(generation, len(row.draft), accepted)
+            if offered:
+                self._speculation.judged(generation, offered, accepted)
             slot.sequence.take_back(len(generation.tokens) - 1)
 
     def _take_token(self, slot: Slot, generation: Generation, batch_row: int) -> bool:

@@ -10,6 +10,8 @@ from engines.runtime.slots import Slot
 
 # Runs of tokens that are looked up, longer ones first: they promise more.
 RUN_LENGTHS = (4, 2)
+# How far back a text is read at all, and how much of it between two steps: a token takes two microseconds and 240 bytes.
+WINDOW_TOKENS, SLICE_TOKENS = 32_768, 2048
 
 
 class RunIndex:
@@ -20,21 +22,27 @@ class RunIndex:
         self._done = 0
 
     def following(self, tokens: list[int], count: int) -> list[int]:
-        """Up to `count` tokens that stood behind the latest earlier occurrence of the text's end."""
-        self._extend(tokens)
+        """Up to `count` tokens that stood behind the latest earlier occurrence of the text's end; none as long as a long text
+        has not been read to its end."""
+        if not self._extend(tokens):
+            return []
         for length in RUN_LENGTHS:
             behind = self._last.get(tuple(tokens[-length:])) if len(tokens) > length else None
             if behind is not None:
                 return tokens[behind : behind + count]
         return []
 
-    def _extend(self, tokens: list[int]) -> None:
-        """Takes in runs that end before the last token, so that the text's end finds only what was before it."""
-        for end in range(max(self._done, min(RUN_LENGTHS)), len(tokens)):
+    def _extend(self, tokens: list[int]) -> bool:
+        """Takes in runs that end before the last token, so that the text's end finds only what was before it. False when more
+        is left than one step has time for."""
+        begin = max(self._done, len(tokens) - WINDOW_TOKENS, min(RUN_LENGTHS))
+        stop = min(len(tokens), begin + SLICE_TOKENS)
+        for end in range(begin, stop):
             for length in RUN_LENGTHS:
                 if end >= length:
                     self._last[tuple(tokens[end - length : end])] = end
-        self._done = max(self._done, len(tokens))
+        self._done = max(self._done, stop)
+        return self._done == len(tokens)
 
 
 class PromptLookup:

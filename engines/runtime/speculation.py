@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hydra.engine.speculation")
 
-# Sizes of steps that are timed beside those of one sequence, as long as there is time: kernels change with them, and a
-# step of nine rows may take twice as long as one of eight.
+# Sizes of steps that are timed beside those of one sequence and of all, as long as there is time: kernels change with them, and
+# a step of nine rows may take twice as long as one of eight.
 WARM_UP_ROWS = (8, 9, 16, 24, 32, 48, 64, 96, 128)
-WARM_UP_S = 1.5
-WARM_UP_REPEATS = 4
+WARM_UP_S, WARM_UP_DRAFTS_S = 1.5, 0.5
+WARM_UP_REPEATS, WARM_UP_SLOW_S = 4, 0.15
 TOKEN_STRIDE = 7919
 
 
@@ -57,7 +57,7 @@ class Speculation:
             raise ModelLoadFailed("the model has no draft head (NextN); use speculation lookup, auto or none")
         self.length = DraftLength(config.longest_draft)
         self._llama = llama
-        self._sequences = config.decoding_sequences
+        self._slots, self._sequences = config.slots, config.decoding_sequences
         self._rows = config.outputs
         self._drafting_s: float | None = None
         # Drafted tokens that no step verifies, with the place in their generation's text where they would stand.
@@ -74,34 +74,40 @@ class Speculation:
         log.info("drafts of up to %d tokens by %s", self.length.longest, "the model's head" if self.head else "lookup")
 
     def warm_up(self, batch: Batch) -> None:
-        """Times steps of few and of many rows, and the head: the first choices of a length rest on these."""
+        """Times the steps that a choice is between, of one sequence and of as many as there are slots, then others, and the head:
+        until a request's own steps tell better, every choice of a length rests on these."""
         ends_at = time.monotonic() + WARM_UP_S
-        for rows in [*range(1, 2 + self.length.longest), *WARM_UP_ROWS]:
-            if rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
-                self._time_step(batch, rows)
+        lengths = range(1 + self.length.longest)
+        shapes = [(sequences, 1 + length) for sequences in sorted({1, self._slots}) for length in lengths]
+        each = 1 + self.length.longest
+        shapes += [(rows, 1) if rows <= self._sequences else (rows // each, each) for rows in WARM_UP_ROWS]
+        for sequences, rows in shapes:
+            if sequences * rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
+                self._time_step(batch, sequences, rows)
         if self.head is not None:
-            for sequences in sorted({1, min(4, self._sequences)}):
-                self.length.drafting.saw(sequences, 1, self.head.time_draft(sequences))
+            for sequences in sorted({1, self._slots}):
+                for length in sorted({1, min(2, self.length.longest), self.length.longest}):
+                    if time.monotonic() < ends_at + WARM_UP_DRAFTS_S:
+                        self.length.drafting.expect(sequences, length, self.head.time_draft(sequences, length))
 
-    def _time_step(self, batch: Batch, rows: int) -> None:
-        """The last of a few alike counts: a device prepares kernels, buffers and graphs for each size.
-
-        Rows beyond one draft's lie in sequences of their own, as a step's do: one each while there are enough.
-        """
-        each = 1 if self.length.longest + 1 < rows <= self._sequences else min(rows, self.length.longest + 1)
+    def _time_step(self, batch: Batch, sequences: int, rows: int) -> None:
+        """A step of `rows` rows of each sequence. The last of a few alike counts: a device prepares kernels, buffers and graphs
+        for each size."""
         seconds = 0.0
         for _ in range(WARM_UP_REPEATS):
             batch.clear()
-            for seq in range(rows // each):
+            for seq in range(sequences):
                 # Tokens of all kinds, since equal ones would wake the same few experts.
-                tokens = [(seq * each + row) * TOKEN_STRIDE % self._llama.vocabulary.size for row in range(each)]
-                batch.add(seq, 0, tokens, outputs=each)
+                tokens = [(seq * rows + row) * TOKEN_STRIDE % self._llama.vocabulary.size for row in range(rows)]
+                batch.add(seq, 0, tokens, outputs=rows)
             started = time.monotonic()
             status = self._llama.decode(batch)
             self._llama.synchronize()
             seconds = time.monotonic() - started
-            for seq in range(rows // each):
+            for seq in range(sequences):
                 self._llama.clear(seq)
+            if status == 0 and seconds > WARM_UP_SLOW_S:
+                break  # where steps take that long nothing is prepared for their shape
             if status != 0:
                 log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", batch.count, status)
                 return
@@ -116,27 +122,44 @@ class Speculation:
     def propose(self, decoding: list[Slot]) -> dict[Slot, tuple[int, ...]]:
         """Drafts for the next step, by slot; empty for a step without. There must be a free cell per slot beforehand."""
         # Of a step that failed, which nobody was told of.
-        self._drafting_s, self._peeks = None, []
-        generations = [slot.generation for slot in decoding if slot.generation is not None]
-        room = self._cache.ledger.free // max(len(decoding), 1) - 1
-        longest = min([room, self.length.longest, *(generation.longest_draft for generation in generations)])
+        self._drafting_s = None
+        if self._peeks:
+            self._peeks = []
+        # No more than anybody may use, and what all ask for: nobody's own bounds are the others'.
+        usable, asked = 0, self.length.longest
+        for slot in decoding:
+            if slot.generation is not None:
+                usable = max(usable, slot.generation.longest_draft)
+                asked = min(asked, slot.generation.draft_min)
+        longest = min(usable, self.length.longest, self._cache.ledger.free // max(len(decoding), 1) - 1)
         if longest <= 0:
             return {}
-        asked = max(generation.draft_min for generation in generations)
-        made_tokens = fmean(generation.new_tokens for generation in generations)
-        chosen = self.length.choose([generation.acceptance for generation in generations], longest, made_tokens)
-        count = max(chosen, min(asked, longest))
+        if self.length.is_due(len(decoding)):
+            self._decide([slot.generation for slot in decoding if slot.generation is not None])
+        count = max(self.length.next(longest), min(asked, longest))
         if count == 0:
             if self.length.peeks:
-                drafts = self._draft(decoding, 1)
-                self._peeks = [
-                    (slot.generation, len(slot.generation.tokens), draft[0])
-                    for slot, draft in drafts.items()
-                    if slot.generation is not None and draft
-                ]
+                self._look(decoding)
             return {}
         drafts = self._draft(decoding, count)
-        return _filled(drafts, decoding) if self._equal_lengths else drafts
+        return _filled(drafts, decoding) if self._equal_lengths else _cut(drafts)
+
+    def _decide(self, generations: list[Generation]) -> None:
+        longest = self.length.longest
+        bounds = [longest if g.draft_max is None else min(longest, g.draft_max) for g in generations]
+        made_tokens = fmean(generation.new_tokens for generation in generations)
+        self.length.decide([generation.acceptance for generation in generations], made_tokens, bounds)
+
+    def _look(self, decoding: list[Slot]) -> None:
+        """Drafts a token each that is not verified but compared with what is drawn."""
+        started = time.monotonic()
+        drafts = self._drafter.propose(decoding, 1)
+        self.length.looked(time.monotonic() - started)
+        self._peeks = [
+            (slot.generation, len(slot.generation.tokens), draft[0])
+            for slot, draft in drafts.items()
+            if slot.generation is not None and draft
+        ]
 
     def _draft(self, decoding: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
         started = time.monotonic()
@@ -153,16 +176,21 @@ class Speculation:
 
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
         """A step took so long; feeds what has piled up for the head meanwhile."""
-        if all(row.draws and row.count == 1 + len(row.draft) for row in rows):
-            self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
+        count, plain = 0, True
+        for row in rows:
+            count += row.count
+            plain = plain and row.draws and row.count == 1 + len(row.draft)
+        if plain:
+            self.length.stepped(len(rows), count, seconds, self._drafting_s)
         else:
             self.length.interrupted()
         for generation, place, token in self._peeks:
             if len(generation.tokens) > place:
                 self.length.saw(generation.acceptance, 1, int(generation.tokens[place] == token))
-        self._drafting_s, self._peeks = None, []
+        if self._peeks:
+            self._peeks = []
         if self.head is not None:
-            self.head.feed_backlog([row.slot for row in rows])
+            self.head.feed_backlog(rows)
 
     def judged(self, generation: Generation, offered: int, accepted: int) -> None:
         """What became of a draft of `offered` tokens."""
@@ -172,8 +200,16 @@ class Speculation:
         self.length.saw(generation.acceptance, offered, accepted)
 
 
+def _cut(drafts: dict[Slot, tuple[int, ...]]) -> dict[Slot, tuple[int, ...]]:
+    """Drafts no longer than each may be."""
+    return {
+        slot: draft[: slot.generation.longest_draft] for slot, draft in drafts.items() if slot.generation is not None
+    }
+
+
 def _filled(drafts: dict[Slot, tuple[int, ...]], decoding: list[Slot]) -> dict[Slot, tuple[int, ...]]:
-    """Drafts of one length for all, as a step of unequal rows would fall into several graphs: the shorter ones repeat."""
+    """Drafts of one length for all, as a step of unequal rows would fall into several graphs: the shorter ones repeat. Of those
+    that are longer than a generation may use, the rest is not looked at."""
     longest = max((len(draft) for draft in drafts.values()), default=0)
     if not longest:
         return {}

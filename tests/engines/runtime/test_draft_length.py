@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from engines.runtime.draft_length import Acceptance, DraftLength, StepCosts
+from engines.runtime.draft_costs import StepCosts
+from engines.runtime.draft_length import Acceptance, DraftLength
 
 LONGEST = 4
 STEPS = 2000
@@ -36,6 +37,10 @@ def compute_bound(rows: int) -> float:
     return 0.002 + 0.012 * rows
 
 
+def drafting(count: int, length: int) -> float:
+    return (0.0006 + 0.0001 * count) * length + 0.0005 * min(length - 1, 1) if length else 0.0
+
+
 DEVICES = {"card": card, "large": large_card, "memory": memory_bound, "compute": compute_bound}
 
 
@@ -60,7 +65,7 @@ class Simulation:
         step_s = self.cost(rows) * self.rng.uniform(0.97, 1.06)
         step_s += CHANGE_S[self._in_shape] if self._in_shape < len(CHANGE_S) else 0.0
         self._in_shape += 1
-        drafting_s = (0.0006 + 0.0001 * self.streams) * length + 0.0005 * min(length - 1, 1) if length else 0.0
+        drafting_s = drafting(self.streams, length)
         right = []
         for _ in range(self.streams):
             accepted = 0
@@ -78,7 +83,8 @@ def speed(cost: Callable[[int], float], streams: int, rate: float, length: int |
     chooser = DraftLength(LONGEST)
     for rows in (1, 2, 3, 4, 5, 8, 9, 16, 24, 32):
         chooser.steps.expect(rows, 0.8 * cost(rows))
-    chooser.drafting.saw(1, 1, 0.0007)
+    for count, length in ((1, 1), (1, LONGEST), (8, 1), (8, LONGEST)):
+        chooser.drafting.expect(count, length, 0.9 * drafting(count, length))
     acceptances = [Acceptance() for _ in range(streams)]
     for step in range(STEPS):
         if step % 500 == 499:  # answers end and others begin

@@ -11,6 +11,7 @@ import pytest
 
 from engines.runtime.core import EngineCore
 from engines.runtime.draft_length import Acceptance, DraftLength
+from engines.runtime.prompt_lookup import SLICE_TOKENS, WINDOW_TOKENS, RunIndex
 from engines.runtime.sampler import SamplingParams
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
 from tests.synthetic_gguf import SyntheticModel
@@ -174,6 +175,17 @@ async def test_lookup_finds_what_the_text_repeats(tiny_model: ModelWriter, archi
             assert work.tokens[-40:] == model.follow(10, 40)
 
 
+def test_a_long_text_is_read_in_slices_and_not_from_its_beginning() -> None:
+    tokens = [*range(10, 16), *range(1000, 1000 + WINDOW_TOKENS), 10, 11, 12, 13]
+    index = RunIndex()
+    looks = 0
+    while index.following(tokens, 2) == [] and looks < 100:
+        looks += 1
+        tokens.append(1000 + WINDOW_TOKENS - 100 + looks)
+    assert index.following(tokens, 2) == [tokens[-1] + 1, tokens[-1] + 2]
+    assert looks >= WINDOW_TOKENS // SLICE_TOKENS - 1
+
+
 async def test_auto_without_a_head_looks_up_and_mtp_without_one_is_refused(tiny_model: ModelWriter) -> None:
     model = tiny_model("llama", tie_free=True)
     async with running(model, speculation="auto") as core:
@@ -234,3 +246,41 @@ async def test_the_memory_of_drafts_is_predicted(tiny_model: ModelWriter, archit
     assert with_drafts.recurrent_bytes == pytest.approx(4 * plain.recurrent_bytes, rel=0.01)
     assert with_drafts.kv_bytes > plain.kv_bytes
     assert with_drafts.weights_bytes > plain.weights_bytes
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "llama"])
+async def test_bounds_of_one_request_are_not_the_others(tiny_model: ModelWriter, architecture: str) -> None:
+    """One wants no drafts, one has an answer of two tokens after another; the third gets its own all the same."""
+    hybrid = architecture != "llama"
+    model = tiny_model(architecture, tie_free=True, **({"nextn": True} if hybrid else {}))
+    passage = model.follow(10, 100)
+    async with running(model, speculation="auto", draft_tokens=3, cache_tokens=2048) as core:
+        expect_cheap_drafts(core)
+        none = generation([10, *passage, *prompt_of(model, 20)], 60, draft_max=0, draft_min=3)
+        free = generation([10, *passage, *prompt_of(model, 24)], 60)
+        core.submit(none, free)
+        for count in (2, 2, 2, 1):
+            short = await run(core, [10, *passage, *prompt_of(model, 12)], count)
+            assert short.tokens[-count:] == model.follow(10, count)
+        for work in (none, free):
+            assert (await finished(work)).error is None
+            assert work.tokens[-60:] == model.follow(10, 60)
+        assert drafts_of(none) == (0, 0)
+        assert free.accepted_tokens > 20
+
+
+async def test_a_wish_for_drafts_that_lose_is_no_others(tiny_model: ModelWriter) -> None:
+    """Where drafts are always wrong one request asks for them all the same, and gets them once it is alone."""
+    model = tiny_model("qwen35", tie_free=True, nextn=True, wrong_drafts=1.0)
+    async with running(model, **FIXED, cache_tokens=2048) as core:
+        length = expect_cheap_drafts(core)
+        for _ in range(300):
+            length.saw(Acceptance(), 1, 0)
+        other = generation(prompt_of(model, 20, start=2), 30)
+        asking = generation(prompt_of(model, 20), 100, **THREE)
+        core.submit(other, asking)
+        for work, count in ((other, 30), (asking, 100)):
+            assert (await finished(work)).error is None
+            assert work.tokens[-count:] == model.follow(10, count)
+        assert drafts_of(other) == (0, 0)
+        assert asking.drafted_tokens > 20
