@@ -4,7 +4,8 @@ For each length: a prompt is computed (that is what a move saves), its stream mo
 is then idle there moves to and fro a few times. `wall_vs_copy`: an idle move's time over copying as many bytes twice;
 `idle_vs_prefill`: computing the prompt over that time, both at the longest context; a pause is the gap in the client's stream
 over its median gap; `pause_slope_ms_per_10k` is how it grows with the context. The engines keep no checkpoints, whose rows would
-be there already when a conversation comes back, so that each move sends all of it.
+be there already when a conversation comes back, so that each move sends all of it; `--set checkpoints=4` measures with some. With
+`--neighbours` others write at both engines all the while, and errands get a tenth of the time there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import aiohttp
 
 from bench.errors import BenchError
 from bench.kv_copy import Copies, copies
-from bench.load import Prompts, Request, calibrated, client_session, events_of
+from bench.load import Prompts, Request, answer, calibrated, client_session, events_of
 from bench.measures import median
 from bench.report import print_table
 from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving
@@ -36,6 +37,7 @@ PATH = "/v1/chat/completions"
 BEFORE_TOKENS, AFTER_TOKENS = 24, 40
 # Enough that a small model still writes when its move begins; a stream is left as soon as it has moved.
 ANSWER_TOKENS, ROOM_TOKENS = 2048, 2304
+NEIGHBOUR_TOKENS = 128
 PATIENCE_S = 300.0
 _TEXT = re.compile(rb'"delta":\{"(?:content|reasoning_content)":"(?!")')
 
@@ -81,6 +83,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contexts", default="1024,4096,16384", help="tokens of the conversations")
     command.add_argument("--rounds", type=int, default=3, help="conversations of each length")
     command.add_argument("--repeats", type=int, default=5, help="idle moves of each conversation; their median counts")
+    command.add_argument("--neighbours", type=int, default=0, help="short streams that each engine writes meanwhile")
     command.add_argument("--budget-s", type=float, default=0.0, help="begin nothing after so many seconds; 0: no bound")
     command.add_argument("--out", type=Path, help="file for all figures, as JSON")
 
@@ -137,7 +140,7 @@ class _Bench:
         self._settings = [
             ServerSettings(
                 path,
-                1,
+                1 + options.neighbours,
                 cells,
                 threads,
                 options.gpu_layers,
@@ -158,12 +161,22 @@ class _Bench:
         async with client_session() as web:
             prompts = await calibrated(web, sides[0].base_url)
             await self._warm(web, sides, prompts)
-            for round_number in range(self._options.rounds):
-                for context in self._contexts:
-                    if self._ends_at is not None and time.monotonic() > self._ends_at:
-                        return found
-                    found.append(await self._one(web, sides, prompts.messages(context, context, round_number)))
-                    print(_row(found[-1]), file=sys.stderr, flush=True)
+            places = [(side, place) for side in sides for place in range(self._options.neighbours)]
+            others = [asyncio.ensure_future(_written_beside(web, side, prompts, place)) for side, place in places]
+            try:
+                for round_number in range(self._options.rounds):
+                    for context in self._contexts:
+                        if self._ends_at is not None and time.monotonic() > self._ends_at:
+                            return found
+                        found.append(await self._one(web, sides, prompts.messages(context, context, round_number)))
+                        print(_row(found[-1]), file=sys.stderr, flush=True)
+                        for other in others:
+                            if other.done():
+                                other.result()
+            finally:
+                for other in others:
+                    other.cancel()
+                await asyncio.gather(*others, return_exceptions=True)
         return found
 
     async def _warm(self, web: aiohttp.ClientSession, sides: list[Side], prompts: Prompts) -> None:
@@ -290,6 +303,12 @@ class _Stream:
         usual_s = statistics.median(gaps[self.switched_after :])
         pause_s = max(0.0, gaps[self.switched_after - 1] - usual_s)
         return pause_s, pause_s / usual_s if usual_s else 0.0
+
+
+async def _written_beside(web: aiohttp.ClientSession, side: Side, prompts: Prompts, place: int) -> None:
+    """One neighbour of the conversations that move: an answer after the other, until it is cancelled."""
+    while True:
+        await answer(web, side.base_url, Request(prompts.messages(NEIGHBOUR_TOKENS, "neighbour", place), ANSWER_TOKENS))
 
 
 def _copy_s(copying: Copies, size_bytes: int) -> float:

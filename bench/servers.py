@@ -23,6 +23,7 @@ from bench.load import MODEL_NAME
 from bench.models import named_model
 from bench.vocabulary import ROOT
 from engines.config import EngineConfig
+from engines.copy_environment import copy_environment
 
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 20.0
@@ -110,7 +111,9 @@ def serving(form: str, settings: ServerSettings, logs: Path) -> Iterator[Running
         with log_path.open("wb") as log:
             log.write((" ".join(command) + "\n").encode())
             log.flush()
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
+            # Ours is started as a head starts it.
+            env = {**os.environ, **(copy_environment() if form == HYDRA else {})}
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env)
         try:
             _wait_ready(process, port, log_path)
             yield Running(f"http://127.0.0.1:{port}", log_path)

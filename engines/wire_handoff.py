@@ -5,7 +5,16 @@ A `fence` is the number under which whoever asks for a move was granted it: larg
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
+
+from engines import api_constraint
+
+# In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits).
+PLACE = struct.Struct("<Q16s")
+# An exchange brings at most so many; places that are none fill one up that ends before it has as many as were announced.
+PLACES = 16
+NO_PLACE = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class PrefixMark:
 class AdoptBody:
     """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end. `marks`: what
     the target may already hold of it, the shortest first. `of` names the move that this one is a part of: `choice` of the request
-    that comes by it."""
+    that comes by it. `constraint` is its form, which the target makes ready before the source stops."""
 
     handoff: str
     fence: int
@@ -85,6 +94,7 @@ class AdoptBody:
     marks: tuple[PrefixMark, ...] = ()
     choice: int = 0
     of: str = ""
+    constraint: api_constraint.ConstraintSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -99,16 +109,16 @@ class AdoptAnswer:
 
 @dataclass(frozen=True)
 class BlockHead:
-    """What stands before a piece's bytes in ADOPT_BLOCK; of a piece on the shelf (`offset`) it is all there is. `tokens` are
-    a block's own where the manifest has not come yet."""
+    """What stands before a block's bytes in ADOPT_BLOCK; of one on the shelf (`offset`) it is all there is. `tokens` are its
+    own; a checkpoint, the state of an earlier cut, has none."""
 
     start: int
     end: int
     size_bytes: int
     proof: str
     tokens: tuple[int, ...] = ()
-    kind: str = "block"
     offset: int | None = None
+    kind: str = "block"
 
 
 @dataclass(frozen=True)
@@ -123,10 +133,11 @@ class AdoptedAnswer:
 
 @dataclass(frozen=True)
 class AskBody:
-    """How a move stands at the target; with `drop` it ends there unless the generation goes on already. With `wait` the answer
-    comes when nothing of what was sent is on its way in any more."""
+    """How a move stands at the target; with `drop` it ends there unless the generation goes on already, and with `resumed` also
+    then: it goes on at the source. With `wait` the answer comes when nothing of what was sent is on its way in any more."""
 
     handoff: str
     fence: int
     drop: bool = False
     wait: bool = False
+    resumed: bool = False

@@ -2,7 +2,8 @@
 
 An engine's stream says `hydra.moving` while the other engine takes the generation in; that one's continuation is opened at
 once, so that it is there when the first token is. It says `hydra.moved` as its last word; an engine that dies after the move
-could not say that any more, and the continuation tells. These events stay inside; the client sees one unbroken stream.
+could not say that any more, and the continuation tells. `hydra.stays` says that the move came to nothing: the continuation is let
+go, which ends what might go on there all the same. These events stay inside; the client sees one unbroken stream.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ class Continuation:
 
 
 class Follower:
-    """Of one answer; `close` it. `moved` is set once the engine has said that it has sent all it ever will."""
+    """Of one answer; `close` it. `moved` is set once the engine has said that it has sent all it ever will; `target` is who was
+    asked to go on."""
 
     def __init__(self, call: EngineCall, request_id: uuid.UUID, headers: Callable[[], dict[str, str]]) -> None:
         self.moved = False
+        self.target: EngineEndpoint | None = None
         self._call, self._request_id, self._headers = call, request_id, headers
         self._handoff = ""
         self._coming: asyncio.Task[Continuation] | None = None
@@ -61,9 +64,13 @@ class Follower:
         return bool(self._handoff)
 
     def heard(self, frame: bytes) -> None:
-        """An event between engine and site: `moving` or `moved`."""
+        """An event between engine and site: `moving`, `moved` or `stays`."""
         name, _, data = frame[len(MARK) :].partition(b"\ndata: ")
         handoff = str(json.loads(data)["handoff"])[:MAX_NAME_CHARS]
+        if name == b"stays":
+            if handoff == self._handoff:
+                self.close()
+            return
         self.moved = name == b"moved"
         self.expect(handoff)
 
@@ -74,11 +81,13 @@ class Follower:
             self._coming = asyncio.create_task(self._opened(handoff), name=f"follow-{handoff}")
 
     async def arrived(self) -> Continuation:
-        """The answer as it goes on. Raises an EngineError when it does not."""
+        """The answer as it goes on. Raises an EngineError when it does not. One in one piece begins to come when it is done:
+        where it has surely moved it is waited for as long as the request has time, which the caller bounds."""
+        patience_s = None if self.moved and not self._call.stream else LOST_PATIENCE_S
         for tries_left in reversed(range(ARRIVAL_TRIES)):
             assert self._coming is not None
             try:
-                async with asyncio.timeout(LOST_PATIENCE_S):
+                async with asyncio.timeout(patience_s):
                     arrived = await self._coming
             except (EngineUnreachable, HandoffUnknown) as error:
                 if not tries_left or not self.moved:
@@ -94,7 +103,7 @@ class Follower:
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def _opened(self, handoff: str) -> Continuation:
-        endpoint = await in_db(handoffs.target_of, handoff)
+        self.target = endpoint = await in_db(handoffs.target_of, handoff)
         response = await EngineClient(endpoint.base_url, endpoint.secret).call(
             "POST",
             f"/handoffs/{handoff}/stream",

@@ -19,12 +19,9 @@ from sessions.engine_call import EngineCall
 KNOWN_S = 10.0
 PATIENCE_S = 2.0
 MAX_KNOWN = 256
-# Asked of a chat, these make several answers of it, which need several places at the second engine, or one that cannot go on
-# elsewhere: it is not split. What only looks like one of them costs a split and no answer.
-_FIXING = re.compile(
-    rb'"(?:n|best_of)"\s*:(?!\s*(?:1\b|null))'
-    rb'|"(?:reasoning_budget|thinking_budget_tokens)"\s*:(?!\s*null)'
-)
+# Asked of a chat, these make several answers of it, which need several places at the second engine: it is not split. What only
+# looks like one of them costs a split and no answer.
+_FIXING = re.compile(rb'"(?:n|best_of)"\s*:(?!\s*(?:1\b|null))')
 _MOVABLE = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, MESSAGES))
 
 logger = logging.getLogger(__name__)

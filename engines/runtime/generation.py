@@ -47,8 +47,9 @@ class Stats:
 class Piece:
     """One step's news of a generation. The last piece has `finish_reason` or `error`, and always `stats`.
 
-    `token_ids` were drawn since the piece before; the text of the last ones may still be held back. A piece with `moving` (a
-    handoff's id) has nothing else: the generation is about to move, and `told` is set once all before it was sent.
+    `token_ids` were drawn since the piece before; the text of the last ones may still be held back. A piece with `moving` or
+    `stays` (a handoff's id) has nothing else: the generation is about to move, and `told` is set once all before it was sent; or
+    that move came to nothing.
     """
 
     choice: int = 0
@@ -60,11 +61,17 @@ class Piece:
     stats: Stats | None = None
     token_ids: tuple[int, ...] = ()
     moving: str = ""
+    stays: str = ""
     told: asyncio.Event | None = None
 
     @property
     def is_last(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def tells_of_move(self) -> bool:
+        """Whether it is no part of the answer."""
+        return bool(self.moving or self.stays)
 
 
 class Mailbox:

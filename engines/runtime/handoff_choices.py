@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from engines.errors import StateInvalid
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.preparation import Preparation
-from engines.runtime.state_adopt import Adopting
-from engines.runtime.state_snapshot import EndedChoice, Manifest, said_pieces
+from engines.runtime.state_adopt import Adopting, begin_together
+from engines.runtime.state_dock import Dock
+from engines.runtime.state_snapshot import EndedChoice, GenerationState, Manifest, resumed, said_pieces
 
 
 async def gone_on(
-    arrived: Sequence[tuple[Adopting, Manifest]], preparation: Preparation, deadline_at: float
+    arrived: Sequence[tuple[Adopting, Manifest]], preparation: Preparation, dock: Dock, deadline_at: float
 ) -> list[Generation]:
-    """All choices of the request by their number: those that arrived stand in this engine's line, in one mailbox.
+    """All choices of the request by their number: those that arrived go on in their slots, in one mailbox.
 
-    Raises StateInvalid when they are not what one request consists of, and what `Adopting.go_on` raises; then none goes on.
+    Raises StateInvalid when they are not what one request consists of, and what `resumed` and `begin_together` raise; then none
+    goes on.
     """
-    mailbox, going = Mailbox(), []
-    for adopting, manifest in arrived:
-        one = await adopting.resumed(manifest, preparation.compiler, mailbox, deadline_at)
-        assert manifest.generation is not None
-        text = sent_text(one.tokens[len(one.prompt) :], manifest.generation.sent_bytes, preparation)
-        one.followed, one.continued = True, said_pieces(one.choice, text, manifest.generation.said)
-        going.append(one)
-    first = arrived[0][1].generation
-    assert first is not None
-    every = [*going, *(_ended(choice, going[0], preparation) for choice in first.ended)]
-    every.sort(key=lambda one: one.choice)
-    if [one.choice for one in every] != list(range(len(every))):
-        raise StateInvalid("A request's choices are not all here.")
+    # Beside the core's thread, which has others' tokens to draw meanwhile.
+    manifests = [manifest for _, manifest in arrived]
+    making = asyncio.create_task(dock.in_thread(_made, manifests, preparation, deadline_at), name="handoff-choices")
+    try:
+        for adopting, manifest in arrived:
+            await adopting.require_all(manifest)
+        every = await making
+        going = {one.choice: one for one in every if one.outcome is None}
+        await begin_together(arrived, [going[_state_of(manifest).choice] for _, manifest in arrived])
+    except BaseException:
+        await asyncio.wait((making,))
+        if not making.cancelled() and making.exception() is None:
+            _close(one for one in making.result() if not one.cancelled)
+        raise
+    return every
+
+
+def _state_of(manifest: Manifest) -> GenerationState:
+    if manifest.generation is None:
+        raise StateInvalid("The state carries no generation.")
+    return manifest.generation
+
+
+def _made(manifests: Sequence[Manifest], preparation: Preparation, deadline_at: float) -> list[Generation]:
+    """All choices by their number, none of them begun."""
+    mailbox, going = Mailbox(), list[Generation]()
+    try:
+        for manifest in manifests:
+            state = _state_of(manifest)
+            one = resumed(manifest, preparation.llama, lambda: preparation.compiler, mailbox, deadline_at)
+            going.append(one)
+            text = sent_text(one.tokens[len(one.prompt) :], state.sent_bytes, preparation)
+            one.followed, one.continued = True, said_pieces(one.choice, text, state.said)
+        ended = _state_of(manifests[0]).ended
+        every = [*going, *(_ended(choice, going[0], preparation) for choice in ended)]
+        every.sort(key=lambda one: one.choice)
+        if [one.choice for one in every] != list(range(len(every))):
+            raise StateInvalid("A request's choices are not all here.")
+    except BaseException:
+        _close(going)
+        raise
     for one in every:
         one.siblings = tuple(every)
-    preparation.core.submit(*going)
     return every
+
+
+def _close(generations: Iterable[Generation]) -> None:
+    """Of those that never began."""
+    for one in generations:
+        if one.sampler is not None:
+            one.sampler.close()
 
 
 def _ended(choice: EndedChoice, like: Generation, preparation: Preparation) -> Generation:

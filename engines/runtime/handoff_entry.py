@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engines.errors import StateInvalid
 from engines.rpc_exchange import Exchange
@@ -14,11 +17,15 @@ from engines.rpc_handoff import HEAD_LENGTH
 from engines.runtime.generation import Generation
 from engines.runtime.handoff_shelf import Shelf
 from engines.runtime.state_adopt import Adopting
-from engines.runtime.state_snapshot import Manifest, StatePiece
-from engines.wire_handoff import AdoptBody, AdoptedAnswer, BlockHead
+from engines.runtime.state_forms import checksum_of
+from engines.runtime.state_snapshot import MAX_TOKENS, Manifest, StatePiece
+from engines.runtime.state_transfer import Delivery
+from engines.wire_handoff import NO_PLACE, PLACE, AdoptBody, AdoptedAnswer, BlockHead
 
 if TYPE_CHECKING:
     from engines.runtime.handoff_in import ArrivingHandoffs
+
+TOKEN_BYTES = 4
 
 OPEN, GOING, OVER = "open", "going", "over"
 
@@ -33,7 +40,7 @@ class Adopted:
     adopting: Adopting
     shelf: Shelf | None = None
     manifest: Manifest | None = None
-    awaited: list[StatePiece] = field(default_factory=list)
+    awaited: deque[StatePiece] = field(default_factory=deque)
     """Once the manifest is here: the pieces that are still to come."""
     state: str = OPEN
     tokens: int = 0
@@ -91,10 +98,31 @@ async def read_head(exchange: Exchange, most_bytes: int) -> bytes:
     return bytes(head)
 
 
+async def read_tokens(exchange: Exchange) -> list[int]:
+    """The tokens behind a manifest. Raises StateInvalid."""
+    raw = await read_head(exchange, TOKEN_BYTES * MAX_TOKENS)
+    if len(raw) % TOKEN_BYTES:
+        raise StateInvalid("The state's tokens do not fill their bytes.")
+    tokens: list[int] = np.frombuffer(raw, dtype="<i4").tolist()
+    return tokens
+
+
+async def read_place(exchange: Exchange, shelf: Shelf, piece: StatePiece) -> Delivery | None:
+    """The next piece, which lies on the shelf; None where no more are told of in this exchange. Raises StateInvalid."""
+    place = bytearray(PLACE.size)
+    await exchange.read_into(memoryview(place))
+    offset, proof = PLACE.unpack(place)
+    if offset == NO_PLACE:
+        return None
+    return Delivery(piece, shelf.piece(offset, piece.size_bytes), shelf.left, proof, checksum_of)
+
+
 def require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None:
-    """Raises StateInvalid for a piece that cannot come now."""
+    """Raises StateInvalid for a block that cannot come now."""
     if entry.manifest is not None:
-        if head.tokens or not entry.awaited or piece != entry.awaited[0]:
-            raise StateInvalid("A piece is not the next one of the manifest.")
+        raise StateInvalid("Behind the manifest pieces come by ADOPT_REST.")
+    if head.kind == "checkpoint":
+        if head.tokens or entry.body.idle:
+            raise StateInvalid("Only of a running generation checkpoints come before the manifest, and without tokens.")
     elif head.kind != "block" or not 0 < piece.tokens == len(head.tokens):
         raise StateInvalid("A block's head does not fit its tokens.")

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from engines.errors import (
+    EngineError,
+    EngineStopping,
     HandoffStale,
     HandoffUnknown,
     InvalidRequest,
@@ -25,9 +27,18 @@ from engines.errors import (
 )
 from engines.rpc_exchange import Exchange
 from engines.runtime.fingerprint import Fingerprint
-from engines.runtime.generation import Generation
+from engines.runtime.generation import Generation, Piece
 from engines.runtime.handoff_choices import gone_on
-from engines.runtime.handoff_entry import GOING, OPEN, OVER, Adopted, read_head, require_expected
+from engines.runtime.handoff_entry import (
+    GOING,
+    OPEN,
+    OVER,
+    Adopted,
+    read_head,
+    read_place,
+    read_tokens,
+    require_expected,
+)
 from engines.runtime.handoff_shelf import Shelf, Shelves
 from engines.runtime.origin import Origin
 from engines.runtime.prefix import PrefixCache, Source
@@ -46,10 +57,11 @@ MOST_OPEN = 8
 MOST_KNOWN = 256
 MOST_FENCES = 4096
 MAX_HEAD_BYTES = 4 << 20
+# Beyond it a manifest, which log probabilities make long, is read beside the event loop.
+LONG_HEAD_BYTES = 1 << 18
 # Between two exchanges of a move; a source in its stop goes on by itself sooner.
 SILENCE_S = 10.0
 CLAIM_S = 15.0
-SLOT_TRIES = 3
 
 
 class ArrivingHandoffs:
@@ -63,13 +75,16 @@ class ArrivingHandoffs:
         config = preparation.config
         self._shelves = Shelves(cuda_device=max(config.main_gpu, 0) if config.gpu_layers else None)
         self._mapping = asyncio.Lock()
+        # Moves that are no entries yet.
+        self._beginning = 0
 
     # --- what the source asks -------------------------------------------------------------------
 
     async def begin(self, body: AdoptBody, source_gone: asyncio.Event) -> AdoptAnswer:
         """ADOPT, over a connection whose end `source_gone` tells.
 
-        Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible.
+        Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible, and what a form is
+        refused with.
         """
         first = self._open(body.of) if body.of else None
         if first is None:
@@ -78,9 +93,25 @@ class ArrivingHandoffs:
             raise HandoffStale("The move that this one is a part of was granted under another number.")
         terms = await self._desk.terms()
         Fingerprint.parse(terms.fingerprint).require(Fingerprint.parse(body.fingerprint))
-        if first is None:
+        if first is not None:
+            return await self._begun(body, source_gone, first)
+        self._beginning += 1
+        try:
             await self._fenced(body)
-        entry = await self._entry(body, await self._shelf(body.shelf), first)
+            return await self._begun(body, source_gone, None)
+        finally:
+            self._beginning -= 1
+
+    async def _begun(self, body: AdoptBody, source_gone: asyncio.Event, first: Adopted | None) -> AdoptAnswer:
+        shelf = await self._shelf(body.shelf)
+        if (form := body.constraint) is not None and first is None:
+            # It takes a while, and the source's stop must not wait for it.
+            await self._preparation.run(lambda: self._preparation.compiler.compile(form))
+        entry = await self._entry(body, first)
+        if self._fences.get(body.session, 0) > body.fence:
+            await self._dropped(entry)
+            raise HandoffStale("A later move of the session was granted meanwhile.")
+        entry.shelf = shelf
         if first is not None:
             first.parts.append(entry)
         self._known[body.handoff] = entry
@@ -108,6 +139,8 @@ class ArrivingHandoffs:
         if offer is None:
             return None
         async with self._mapping:
+            if self._shelves.knows(offer):
+                return self._shelves.take(offer)
             return await asyncio.to_thread(self._shelves.take, offer)
 
     async def _left_alone(self, entry: Adopted, source_gone: asyncio.Event) -> None:
@@ -118,48 +151,41 @@ class ArrivingHandoffs:
             await self._abort(entry)
 
     def _make_room(self) -> None:
-        if sum(entry.state == OPEN and entry.first is None for entry in self._known.values()) >= MOST_OPEN:
+        coming = sum(entry.state == OPEN and entry.first is None for entry in self._known.values())
+        if coming + self._beginning > MOST_OPEN:
             raise SlotBusy(f"{MOST_OPEN} moves come in already.")
         settled = [name for name, entry in self._known.items() if entry.state != OPEN]
         for name in settled[: max(0, len(self._known) - MOST_KNOWN + 1)]:
             del self._known[name]
 
-    async def _entry(self, body: AdoptBody, shelf: Shelf | None, first: Adopted | None) -> Adopted:
+    async def _entry(self, body: AdoptBody, first: Adopted | None) -> Adopted:
         core = self._preparation.core
         if body.expected_tokens > core.config.context_tokens:
             raise StateTooLarge(f"The state has {body.expected_tokens} tokens; the context holds fewer.")
-        for tries_left in reversed(range(SLOT_TRIES)):
-            slot_id: int | None = await core.perform(lambda cache: _free_slot(cache, body.raw_logits))
-            if slot_id is None:
-                raise NoCellsFree("Every slot of the engine works.")
-            origin = Origin(body.tenant, body.session)
-            terms = await self._desk.terms()
-            try:
-                taken = await adopting(
-                    terms, core, slot_id, body.expected_tokens,
-                    origin=origin, marks=body.marks, sibling=first.adopting if first else None,
-                )  # fmt: skip
-            except SlotBusy:
-                if not tries_left:
-                    raise
-                continue
-            return Adopted(body, slot_id, self, taken, shelf, tokens=taken.held_tokens, first=first)
-        raise AssertionError("unreachable: the last try returns or raises")
+        terms, origin = await self._desk.terms(), Origin(body.tenant, body.session)
+        sibling = None if first is None else first.adopting
+
+        def slot_of(cache: PrefixCache) -> int:
+            return _free_slot(cache, body.raw_logits)
+
+        taken = await adopting(
+            terms, core, slot_of, body.expected_tokens, origin=origin, marks=body.marks, sibling=sibling
+        )
+        return Adopted(body, taken.slot_id, self, taken, tokens=taken.held_tokens, first=first)
 
     async def block(self, exchange: Exchange) -> AdoptedAnswer:
-        """ADOPT_BLOCK: a finished block of a generation that still runs elsewhere; behind the manifest any piece of it."""
+        """ADOPT_BLOCK: a finished block of a generation that still runs elsewhere, or a checkpoint of it."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
             head = read_json(BlockHead, await read_head(exchange, MAX_HEAD_BYTES), "a block's head")
             piece = StatePiece(head.kind, head.start, head.end, head.size_bytes)
             require_expected(entry, head, piece)
             delivery = await self._came(entry, exchange, head, piece)
-            await entry.adopting.begin(delivery, head.tokens)
-            entry.tokens = max(entry.tokens, head.end)
-            if entry.awaited:
-                entry.awaited.pop(0)
-            if entry.manifest is not None and not entry.awaited:
-                await self._go_on(entry, entry.adopting, entry.manifest)
+            if piece.kind == "checkpoint":
+                await entry.adopting.begin_cut(delivery)
+            else:
+                await entry.adopting.begin(delivery, head.tokens)
+                entry.tokens = max(entry.tokens, head.end)
         return entry.answer()
 
     async def _came(self, entry: Adopted, exchange: Exchange, head: BlockHead, piece: StatePiece) -> Delivery:
@@ -174,10 +200,10 @@ class ArrivingHandoffs:
         if entry.shelf is None:
             raise StateInvalid("A piece is said to lie on a shelf that was not taken.")
         data = entry.shelf.piece(head.offset, head.size_bytes)
-        return Delivery(piece, data, _nothing, proof, checksum_of)
+        return Delivery(piece, data, entry.shelf.left, proof, checksum_of)
 
     async def rest(self, exchange: Exchange) -> AdoptedAnswer:
-        """ADOPT_REST: the manifest, and all that is missing unless it follows by ADOPT_BLOCK. Behind the last the generation
+        """ADOPT_REST: the manifest, and what is missing, or a part of that; more may follow. Behind the last piece the generation
         goes on."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
@@ -187,27 +213,44 @@ class ArrivingHandoffs:
         return entry.answer()
 
     async def _take_rest(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
+        raw = await read_head(exchange, MAX_MANIFEST_BYTES)
+        if raw:
+            await self._take_manifest(entry, taken, raw, await read_tokens(exchange))
+        if entry.manifest is None:
+            raise StateInvalid("Pieces of the state came before its manifest.")
+        while exchange.unread_bytes:
+            if not entry.awaited:
+                raise StateInvalid("More bytes follow the end of the state.")
+            if entry.shelf is None:
+                proof = bytearray(DIGEST_BYTES)
+                await exchange.read_into(memoryview(proof))
+                await taken.begin(await self._delivery(exchange, entry.awaited[0], bytes(proof)))
+            elif (delivery := await read_place(exchange, entry.shelf, entry.awaited[0])) is None:
+                await exchange.drop_rest()
+                break
+            else:
+                taken.enters(delivery)
+            entry.awaited.popleft()
+        if entry.awaited:
+            await taken.nearly_settled()
+        else:
+            await self._go_on(entry, taken, entry.manifest)
+
+    async def _take_manifest(self, entry: Adopted, taken: Adopting, raw: bytes, ids: list[int]) -> None:
         if entry.manifest is not None:
             raise InvalidRequest("The manifest of the state came before.")
-        manifest = Manifest.from_json(await read_head(exchange, MAX_MANIFEST_BYTES), taken.tokens)
+        known = [*taken.tokens, *ids]
+        if len(raw) < LONG_HEAD_BYTES:
+            manifest = Manifest.from_json(raw, known)
+        else:
+            manifest = await asyncio.to_thread(Manifest.from_json, raw, known)
         running = manifest.generation
         if entry.body.idle != (running is None) or (
             running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)
         ):
             raise StateInvalid("The state is not of the generation that was announced.")
-        awaited = await taken.complete(manifest)
-        if not exchange.unread_bytes:
-            # Its pieces follow one by one.
-            entry.manifest, entry.awaited = manifest, awaited
-        else:
-            for piece in awaited:
-                proof = bytearray(DIGEST_BYTES)
-                await exchange.read_into(memoryview(proof))
-                await taken.begin(await self._delivery(exchange, piece, bytes(proof)))
-        if exchange.unread_bytes:
-            raise StateInvalid("More bytes follow the end of the state.")
-        if not entry.awaited:
-            await self._go_on(entry, taken, manifest)
+        entry.awaited = deque(await taken.complete(manifest))
+        entry.manifest = manifest
 
     async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest) -> None:
         """All is here. From now on the source may not know whether it was heard, and asks."""
@@ -227,13 +270,19 @@ class ArrivingHandoffs:
             return
         arrived = [(one.adopting, one.manifest) for one in coming if one.manifest is not None]
         deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
-        first.generations = await gone_on(arrived, self._preparation, deadline_at)
+        generations = await gone_on(arrived, self._preparation, (await self._desk.terms()).dock, deadline_at)
+        if entry.state != OPEN:
+            for generation in generations:
+                self._preparation.core.cancel(generation)
+            raise HandoffStale("The handoff was ended while it went on.")
+        first.generations = generations
         for one in entry.together:
             one.unwatch()
-            if one not in coming:
-                await self._dropped(one)  # it ended meanwhile
             one.settle(GOING)
         self._watch(first, CLAIM_S)
+        for one in entry.together:
+            if one not in coming:
+                await self._dropped(one)  # it ended meanwhile
 
     async def _delivery(self, exchange: Exchange, piece: StatePiece, proof: bytes) -> Delivery:
         dock = (await self._desk.terms()).dock
@@ -256,8 +305,8 @@ class ArrivingHandoffs:
             raise HandoffUnknown("There is no such handoff here.")
         if entry.body.fence != body.fence:
             raise HandoffStale("The handoff was granted under another number.")
-        if body.drop and entry.state == OPEN:
-            await self._abort(entry)
+        if body.drop and (entry.state == OPEN or (body.resumed and entry.state == GOING)):
+            await self._abort(entry, EngineStopping("The request goes on at the engine that it came from."))
         elif entry.state == OPEN and not entry.at_work.locked():
             # Its source has nothing to send yet, but is there.
             async with self._working(entry):
@@ -290,14 +339,18 @@ class ArrivingHandoffs:
         if entry.state == OPEN:
             self._watch(entry, SILENCE_S)
 
-    async def _abort(self, entry: Adopted) -> None:
-        """Ends all parts of the move."""
+    async def _abort(self, entry: Adopted, error: EngineError | None = None) -> None:
+        """Ends all parts of the move; whoever reads a generation that goes on already is told `error`."""
         for one in entry.together:
             one.unwatch()
             if one.state == OVER:
                 continue
             for generation in one.generations:
                 self._preparation.core.cancel(generation)
+            if one.claimed and error is not None:
+                # Of a reader who has let go of it meanwhile nobody hears it.
+                told = one.generations[0]
+                told.mailbox.put(Piece(told.choice, error=error, stats=told.stats(time.monotonic())))
             one.settle(OVER)
             await self._dropped(one)
 
@@ -348,13 +401,9 @@ class ArrivingHandoffs:
                 self._preparation.core.cancel(generation)
 
 
-def _nothing() -> None:
-    """Memory that its owner takes back."""
-
-
-def _free_slot(cache: PrefixCache, raw_logits: bool) -> Generator[None, None, int | None]:
-    yield from ()
-    slot = cache.best_slot(Source(), raw_logits=raw_logits)
+def _free_slot(cache: PrefixCache, raw_logits: bool) -> int:
+    """Raises NoCellsFree where none is idle."""
+    slot = cache.best_slot(Source(), raw_logits=raw_logits) or cache.best_slot(Source(), raw_logits=not raw_logits)
     if slot is None:
-        slot = cache.best_slot(Source(), raw_logits=not raw_logits)
-    return None if slot is None else slot.index
+        raise NoCellsFree("Every slot of the engine works.")
+    return slot.index

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from engines.errors import (
     DeadlineExceeded,
@@ -31,7 +32,7 @@ from engines.runtime.handoff_way import Way
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_follow import Leaving, commit_together, stop_together
-from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_snapshot import Manifest, require_tellable
 from engines.runtime.state_terms import SharingTerms
 from engines.wire_handoff import AdoptBody, AskBody, HandoffAnswer, HandoffBody
 
@@ -39,8 +40,10 @@ log = logging.getLogger("hydra.engine.handoff")
 
 # A client's reader that has not taken what was written by then holds the stop up for nothing.
 TOLD_S = 2.0
-REST_PATIENCE_S = 6.0
-ASK_PAUSES_S = (0.0, 0.1, 0.3, 0.6, 1.0)
+# All that is left of all choices leaves within this time of the stop, or stays: well before a stop ends by itself.
+REST_LIMIT_S = 6.0
+# A target whose answer was lost is asked for so long: one that heard nothing gives the move up in this time.
+UNHEARD_S, ASK_PATIENCE_S, ASK_PAUSE_S = 10.0, 2.0, 0.2
 # While a prompt is computed: how often is looked for finished blocks, and a target told that there will be more.
 PROMPT_LOOK_S = 0.004
 ALIVE_S = 3.0
@@ -73,7 +76,9 @@ class LiveMove:
         self._generation, self._until, self._adopt_of = generation, until, adopt_of
         self._members: list[_Member] = []
         self._clock = Clock()
+        self._has_said = False
         self._hidden_bytes = 0
+        self._block_room = terms.dock.codec.capacity_bytes(terms.block_tokens)
         self._told_at = time.monotonic()
 
     async def run(self) -> HandoffAnswer:
@@ -83,30 +88,41 @@ class LiveMove:
                 "Nobody would follow the running request: it has images, or a form of answer whose stream cannot be continued"
                 " elsewhere."
             )
+        require_tellable(generation.siblings or (generation,))
         async with AsyncExitStack() as stack:
-            first = await self._joined(stack, generation)
-            self._clock.lap("adopted")
-            # The site may open the other end now, so that the stop is not longer than the state's way.
-            generation.mailbox.put(Piece(generation.choice, moving=body.handoff))
-            if not generation.new_tokens:
-                await self._follow_prompt(first)
-            began_at, began_tokens = time.monotonic(), generation.new_tokens
-            await self._follow(first)
-            step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
-            await self._join_others(stack)
-            await self._cleared(self._members)
-            self._clock.lap("followed")
-            stopped_at = time.monotonic()
-            manifests = await stop_together([member.leaving for member in self._members])
-            self._clock.lap("stopped")
-            moving = [member for member in self._members if member.leaving in manifests]
-            await self._send_rests(moving, manifests)
-            pause_s = time.monotonic() - stopped_at
-            self._clock.lap("rest")
-            for member in moving:
-                member.generation.handoff = body.handoff
-            await commit_together([member.leaving for member in moving], body.fence)
-            self._clock.lap("freed")
+            try:
+                return await self._run(stack, generation)
+            except BaseException:
+                if self._has_said:
+                    # Whoever opened the other end lets go of it, before anybody waits for a target that may not answer.
+                    generation.mailbox.put(Piece(generation.choice, stays=body.handoff))
+                raise
+
+    async def _run(self, stack: AsyncExitStack, generation: Generation) -> HandoffAnswer:
+        first, body = await self._joined(stack, generation), self._body
+        self._clock.lap("adopted")
+        # The site may open the other end now, so that the stop is not longer than the state's way.
+        self._has_said = True
+        generation.mailbox.put(Piece(generation.choice, moving=body.handoff))
+        if not generation.new_tokens:
+            await self._follow_prompt(first)
+        began_at, began_tokens = time.monotonic(), generation.new_tokens
+        await self._follow(first)
+        step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
+        await self._join_others(stack)
+        await self._cleared(self._members)
+        self._clock.lap("followed")
+        stopped_at = time.monotonic()
+        manifests = await stop_together([member.leaving for member in self._members])
+        self._clock.lap("stopped")
+        moving = [member for member in self._members if member.leaving in manifests]
+        await self._send_rests(moving, manifests)
+        pause_s = time.monotonic() - stopped_at
+        self._clock.lap("rest")
+        for member in moving:
+            member.generation.handoff = body.handoff
+        await commit_together([member.leaving for member in moving], body.fence)
+        self._clock.lap("freed")
         return self._answer([(member, manifests[member.leaving]) for member in moving], pause_s, step_s)
 
     def _answer(self, moved: Sequence[tuple[_Member, Manifest]], pause_s: float, step_s: float) -> HandoffAnswer:
@@ -189,7 +205,32 @@ class LiveMove:
             self._told_at = time.monotonic()
 
     async def _follow(self, member: _Member) -> None:
-        """Sends what is full, until less than a block is missing."""
+        """Sends what is full, until less than a block is missing, and what an earlier cut left."""
+        await self._follow_blocks(member)
+        # All choices have the same ones.
+        if member is self._members[0] and await self._follow_cuts(member):
+            await self._follow_blocks(member)
+
+    async def _follow_cuts(self, member: _Member) -> bool:
+        """Whether any went."""
+        way, went = member.way, False
+        for piece in await member.leaving.unsent_cuts():
+            await way.make_room(piece.size_bytes)
+            exported = await member.leaving.cut(piece, way.prove)
+            if exported is None:
+                continue
+            went = True
+            await way.send(exported)
+            await self._alive()
+            if not member.generation.new_tokens:
+                self._hidden_bytes += piece.size_bytes
+            if time.monotonic() > self._until:
+                raise DeadlineExceeded("The move's time was up before the generation's checkpoints had left.")
+        if went:
+            await way.make_room(self._block_room)
+        return went
+
+    async def _follow_blocks(self, member: _Member) -> None:
         generation, way = member.generation, member.way
         async for exported in member.leaving.finished_blocks(way.prove):
             piece = exported.piece
@@ -224,18 +265,17 @@ class LiveMove:
     async def _send_rests(self, moving: Sequence[_Member], manifests: dict[Leaving, Manifest]) -> None:
         """Returns when the target goes on. Raises when it surely does not, or cannot be asked any more."""
         telling = asyncio.ensure_future(self._told())
-        # Each alone is bounded below the stop's limit; several are together.
-        limit_s = REST_PATIENCE_S if len(moving) > 1 else None
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(REST_LIMIT_S):
                 for member in moving:
-                    await self._send_rest(member, manifests[member.leaving], telling)
+                    last = _LastWord(telling, moving if member is moving[-1] else ())
+                    await self._send_rest(member, manifests[member.leaving], last)
                     if member is not moving[-1]:
                         await member.way.settled()
         except (EngineUnreachable, ProtocolBroken, TimeoutError) as error:
             if not await self._goes_on_there():
                 if isinstance(error, TimeoutError):
-                    raise DeadlineExceeded("The request's choices did not leave in the time of a stop.") from error
+                    raise DeadlineExceeded("The request's state did not leave in the time of a stop.") from error
                 raise
             log.warning("handoff %s: the answer was lost (%s), but the target goes on", self._body.handoff, error)
         finally:
@@ -249,20 +289,20 @@ class LiveMove:
         for member in members if len(members) > 1 else ():
             await member.way.settled()
 
-    async def _send_rest(self, member: _Member, manifest: Manifest, telling: asyncio.Future[None]) -> None:
+    async def _send_rest(self, member: _Member, manifest: Manifest, last: Awaitable[None]) -> None:
         leaving, way = member.leaving, member.way
         if way.on_shelf:
-            await self._place_rest(leaving, way, manifest, telling)
+            await self._place_rest(leaving, way, manifest, last)
             return
         rest, exported = leaving.unsent_pieces, leaving.rest(way.prove)
-        await way.send_rest(manifest, leaving.sent_tokens, rest, exported, REST_PATIENCE_S, telling)
+        await way.send_rest(manifest, leaving.sent_tokens, rest, exported, REST_LIMIT_S, last)
 
-    async def _place_rest(self, leaving: Leaving, way: Way, manifest: Manifest, telling: asyncio.Future[None]) -> None:
+    async def _place_rest(self, leaving: Leaving, way: Way, manifest: Manifest, last: Awaitable[None]) -> None:
         rest = leaving.unsent_pieces
 
         async def once_told(exported: ExportedPiece | None) -> None:
             if exported is None or exported.piece == rest[-1]:
-                await telling
+                await last
 
         largest_bytes = max((room_of(self._terms, piece) for piece in rest), default=0)
         await way.make_room(largest_bytes)
@@ -270,16 +310,31 @@ class LiveMove:
         await way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
 
     async def _goes_on_there(self) -> bool:
-        """Asks a target whose answer was lost. One that cannot be reached has its stream read by nobody."""
-        for pause_s in ASK_PAUSES_S:
-            await asyncio.sleep(pause_s)
+        """Asks a target whose answer was lost until it knows; an open move ends by that. One that cannot be reached for so long
+        has given the move up, or is left alone by whoever reads the answer."""
+        until = time.monotonic() + UNHEARD_S
+        while time.monotonic() < until:
             try:
-                ask = AskBody(self._body.handoff, self._body.fence, drop=True)
-                answer = await self._target.adopt_ask(ask)
+                async with asyncio.timeout(ASK_PATIENCE_S):
+                    answer = await self._target.adopt_ask(AskBody(self._body.handoff, self._body.fence, drop=True))
             except RpcRefused:
                 return False
-            except (EngineUnreachable, ProtocolBroken) as error:
-                log.debug("handoff %s: the target does not answer: %s", self._body.handoff, error)
-                continue
-            return answer.state == "going"
+            except (EngineUnreachable, ProtocolBroken, TimeoutError) as error:
+                log.debug("handoff %s: the target does not answer: %r", self._body.handoff, error)
+                await asyncio.sleep(ASK_PAUSE_S)
+            else:
+                return answer.state == "going"
         return False
+
+
+class _LastWord:
+    """Awaited before the last piece leaves: the answer's reader has all that was made here, and no stop that is `held` ends by
+    itself any more."""
+
+    def __init__(self, telling: asyncio.Future[None], held: Sequence[_Member]) -> None:
+        self._telling, self._held = telling, held
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from self._telling.__await__()
+        for member in self._held:
+            member.leaving.hold()

@@ -14,11 +14,14 @@ from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from engines.errors import DeadlineExceeded, HandoffStale, SessionNotHeld, SlotBusy
+from engines.api_constraint import ConstraintSpec
+from engines.errors import DeadlineExceeded, HandoffStale, SessionNotHeld, SlotBusy, StateTooLarge
 from engines.rpc_handoff import HandoffClient
+from engines.runtime.arena import ArenaFull
 from engines.runtime.core import EngineCore
+from engines.runtime.errands import Work
 from engines.runtime.generation import Generation
-from engines.runtime.handoff_idle import move_idle
+from engines.runtime.handoff_idle import IdleMove
 from engines.runtime.handoff_live import LiveMove
 from engines.runtime.handoff_way import Way
 from engines.runtime.prefix import PrefixCache
@@ -27,6 +30,7 @@ from engines.runtime.slots import Slot
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_terms import SharingTerms
 from engines.wire_handoff import AdoptBody, HandoffAnswer, HandoffBody
+from engines.wire_json import write_json
 
 log = logging.getLogger("hydra.engine.handoff")
 
@@ -40,6 +44,8 @@ APPEARS_S = 5.0
 KEPT_CLIENTS, KEPT_S = 4, 60.0
 # Room for what the generation writes while its blocks leave.
 EXPECTED_MORE_TOKENS = 256
+# ADOPT has room for so long a form besides its marks.
+MAX_TOLD_FORM_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class LeavingHandoffs:
     def __init__(self, core: EngineCore, desk: StateDesk) -> None:
         self._core, self._desk = core, desk
         self._moves: OrderedDict[str, tuple[int, asyncio.Task[HandoffAnswer]]] = OrderedDict()
+        self._emptying: set[asyncio.Future[None]] = set()
         self._clients: OrderedDict[tuple[str, int, str], tuple[float, HandoffClient]] = OrderedDict()
 
     async def move(self, body: HandoffBody) -> HandoffAnswer:
@@ -99,9 +106,11 @@ class LeavingHandoffs:
                     if held.generation is not None:
                         return await self._live(target, body, held, held.generation, until)
                     if held.slot_id is not None and not held.is_pending:
-                        return await self._idle(target, body, held, held.slot_id)
+                        return await self._idle(target, body, held, held.slot_id, until)
                 except SlotBusy as error:
                     log.debug("handoff %s: %s", body.handoff, error)
+                except ArenaFull as error:
+                    raise StateTooLarge(f"The state cannot leave: {error}.") from error
                 else:
                     if not held.is_pending and not (body.request_id and time.monotonic() < appears_until):
                         raise SessionNotHeld("This engine holds nothing of the session that could move.")
@@ -141,7 +150,8 @@ class LeavingHandoffs:
             yield from ()
             mine = [slot for slot in cache.slots if slot.sequence.origin.session == session]
             running = [slot for slot in mine if slot.generation is not None and slot.generation.session == session]
-            waiting = any(one.session == session for one in self._core.waiting.in_order(()))
+            line = [*self._core.waiting.in_order(()), *self._core.landing.coming()]
+            waiting = any(one.session == session for one in line)
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
                 return _held(cache, decoding, decoding.generation, is_pending=False)
@@ -187,11 +197,27 @@ class LeavingHandoffs:
 
         return await LiveMove(self._core, terms, target, body, generation, until, adopt_of).run()
 
-    async def _idle(self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int) -> HandoffAnswer:
+    async def _idle(
+        self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int, until: float
+    ) -> HandoffAnswer:
         terms = await self._desk.terms()
         adopt = _adopt_body(body, held, terms, None, len(held.tokens))
         async with Way(target, terms, body.handoff, body.fence) as way:
-            return await move_idle(self._core, self._desk, way, terms, adopt, slot_id, busy=held.others_run)
+            idle = IdleMove(self._core, self._desk, way, terms, until)
+            answer, emptied = await idle.run(adopt, slot_id, busy=held.others_run)
+        self._empty(emptied)
+        return answer
+
+    def _empty(self, work: Work) -> None:
+        """Frees what has moved. It is the core's next errand; the conversation need not wait for it."""
+        emptying = asyncio.ensure_future(self._core.perform(work))
+        self._emptying.add(emptying)
+        emptying.add_done_callback(self._emptied)
+
+    def _emptied(self, emptying: asyncio.Future[None]) -> None:
+        self._emptying.discard(emptying)
+        if not emptying.cancelled() and (error := emptying.exception()) is not None:
+            log.warning("what has moved could not be freed here: %s", error)
 
 
 def _held(cache: PrefixCache, slot: Slot, generation: Generation | None, *, is_pending: bool) -> Held:
@@ -217,4 +243,11 @@ def _adopt_body(
         # At least one token is computed where the conversation goes on.
         marks=marks_of(held.tokens[:-1], terms.block_tokens),
         choice=0 if held.generation is None else held.generation.choice,
+        constraint=None if held.generation is None else _told_form(held.generation),
     )
+
+
+def _told_form(generation: Generation) -> ConstraintSpec | None:
+    """The form that the target may make ready before the stop. A long one it makes then, as it comes with the manifest."""
+    spec = generation.constraint.spec if generation.constraint else None
+    return spec if spec is not None and len(write_json(spec)) <= MAX_TOLD_FORM_BYTES else None

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.errors import StateInvalid
-from engines.runtime.arena import FOLDER, PREFIX, Arena, Buffer, Pin, pin
+from engines.runtime.arena import FOLDER, PIN_TRIES, PREFIX, Arena, Buffer, PartlyPinned, Pin, pin
 from engines.runtime.state_layout import Bytes
 from engines.wire_handoff import ShelfOffer
 
@@ -45,7 +46,11 @@ class Offering:
             return
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._buffer.data[:] = np.frombuffer(nonce, dtype=np.uint8)
-        found = arena.path.stat()
+        try:
+            found = arena.path.stat()
+        except OSError as error:
+            log.warning("the arena's file is not in its place any more, so bytes are sent: %s", error)
+            return
         self.offer = ShelfOffer(
             arena.path.name, arena.size_bytes, found.st_dev, found.st_ino, self._buffer.offset, nonce.hex()
         )
@@ -60,16 +65,23 @@ class Offering:
 
 @dataclass(frozen=True, eq=False)
 class Shelf:
-    """Another engine's arena as this one sees it."""
+    """Another engine's arena as this one sees it. Where it is page-locked it is let go with its last reader."""
 
     memory: Bytes
     pinned: Pin | None
+
+    def __post_init__(self) -> None:
+        if self.pinned is not None:
+            weakref.finalize(self, self.pinned.release)
 
     def piece(self, offset: int, size_bytes: int) -> Bytes:
         """Raises StateInvalid for a place that is not on it."""
         if not 0 <= offset <= offset + size_bytes <= self.memory.nbytes:
             raise StateInvalid(f"The shelf has {self.memory.nbytes} bytes; {size_bytes} at {offset} are none of them.")
         return self.memory[offset : offset + size_bytes]
+
+    def left(self) -> None:
+        """A reader is through with a piece; who holds this until then keeps the shelf."""
 
 
 class Shelves:
@@ -86,10 +98,16 @@ class Shelves:
         except OSError as error:
             log.debug("the offered shelf is not here: %s", error)
             return None
-        if shelf is None or not _shows(shelf, offer):
+        if shelf is None:
+            return None
+        if not _shows(shelf, offer):
             log.warning("an offered shelf is not what it was said to be; the state comes as bytes")
             return None
         return shelf
+
+    def knows(self, offer: ShelfOffer) -> bool:
+        """Whether it is mapped already, so that `take` does not take time."""
+        return (offer.name, offer.device, offer.inode) in self._known
 
     def _taken(self, offer: ShelfOffer) -> Shelf | None:
         if not _NAME.fullmatch(offer.name) or not 0 < offer.size_bytes <= MAX_SHELF_BYTES:
@@ -101,7 +119,10 @@ class Shelves:
                 return None
             if key not in self._known:
                 self._forget_gone()
-                self._known[key] = self._mapped(fd, offer.size_bytes)
+                shelf = self._mapped(fd, offer.size_bytes)
+                if shelf is None:
+                    return None
+                self._known[key] = shelf
         finally:
             os.close(fd)
         self._known.move_to_end(key)
@@ -112,21 +133,29 @@ class Shelves:
         # CUDA page-locks what may be written only; nothing here writes.
         return os.O_RDONLY if self._cuda_device is None else os.O_RDWR
 
-    def _mapped(self, fd: int, size_bytes: int) -> Shelf:
+    def _mapped(self, fd: int, size_bytes: int) -> Shelf | None:
+        """None where CUDA would refuse every copy out of it, as `Arena` has it."""
         protection = mmap.PROT_READ if self._cuda_device is None else mmap.PROT_READ | mmap.PROT_WRITE
-        # Page tables are made now, without the interpreter's lock, or each piece's first reader would make them.
-        whole = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
-        memory: Bytes = np.frombuffer(whole, dtype=np.uint8)
-        if self._cuda_device is None:
-            return Shelf(memory, None)
-        return Shelf(memory, pin(memory.ctypes.data, size_bytes, self._cuda_device))
+        passed_by = []
+        for _ in range(PIN_TRIES):
+            # Page tables are made now, without the interpreter's lock, or each piece's first reader would make them.
+            whole = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=protection)
+            memory: Bytes = np.frombuffer(whole, dtype=np.uint8)
+            if self._cuda_device is None:
+                return Shelf(memory, None)
+            try:
+                return Shelf(memory, pin(memory.ctypes.data, size_bytes, self._cuda_device))
+            except PartlyPinned:
+                passed_by.append(memory)  # kept, so that the next try lies elsewhere
+        log.warning("CUDA counts every place for a shelf as partly pinned; the state comes as bytes")
+        return None
 
     def _forget_gone(self) -> None:
         """What is mapped of engines that have ended would keep their memory."""
         gone = [key for key in self._known if not (self._folder / key[0]).exists()]
         oldest = list(self._known)[: max(0, len(self._known) - MOST_SHELVES + 1)]
         for key in {*gone, *oldest}:
-            _let_go(self._known.pop(key))
+            del self._known[key]
 
 
 def _is_offered(found: os.stat_result, offer: ShelfOffer) -> bool:
@@ -144,8 +173,3 @@ def _shows(shelf: Shelf, offer: ShelfOffer) -> bool:
         return False
     there = shelf.memory[offer.nonce_at : offer.nonce_at + NONCE_BYTES].tobytes()
     return secrets.compare_digest(there.hex().encode(), offer.nonce.encode())
-
-
-def _let_go(shelf: Shelf) -> None:
-    if shelf.pinned is not None:
-        shelf.pinned.release()

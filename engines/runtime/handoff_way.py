@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from engines.errors import EngineError
+import numpy as np
+
+from engines.errors import EngineError, HandoffStale, StateError
 from engines.rpc_handoff import ADOPT_PATIENCE_S, HEAD_LENGTH, HandoffClient
 from engines.rpc_stream import Buffer as Bytes
 from engines.runtime.arena import Buffer
@@ -19,16 +21,19 @@ from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
-from engines.wire_handoff import AdoptBody, AdoptedAnswer, AskBody, BlockHead
+from engines.wire_handoff import NO_PLACE, PLACE, PLACES, AdoptBody, AdoptedAnswer, AskBody, BlockHead
 
 log = logging.getLogger("hydra.engine.handoff")
 
 # Longer than a target that does not answer any more may still read what was placed for it.
 UNANSWERED_S = 15.0
+# On the shelf behind one exchange: a processor's caches still hold a piece then when the target reads it.
+PLACED_BYTES = 12 << 20
 
 
 class Way:
-    """Begins with `adopt`. Leaving its block by an error ends the move at the target, unless it goes on there already."""
+    """Begins with `adopt`. Leaving its block by an error ends the move at the target, also where a generation goes on there
+    already: by then it goes on at its source."""
 
     def __init__(self, target: HandoffClient, terms: SharingTerms, handoff: str, fence: int) -> None:
         self.target = target
@@ -40,6 +45,9 @@ class Way:
         # Places of pieces that have not entered; of all that were sent the first `_entered` have.
         self._placed: deque[Buffer] = deque()
         self._entered = 0
+        self._sent_cuts = 0
+        # Whatever ends the move early lets a generation that runs go on at its source.
+        self._runs = False
 
     async def __aenter__(self) -> Way:
         return self
@@ -57,7 +65,7 @@ class Way:
     async def _drop(self) -> bool:
         """True when nothing is read from the shelf any more."""
         try:
-            await self.target.adopt_ask(AskBody(self._handoff, self._fence, drop=True))
+            await self.target.adopt_ask(AskBody(self._handoff, self._fence, drop=True, resumed=self._runs))
         except EngineError as error:
             log.debug("handoff %s: the target could not be told to drop it: %s", self._handoff, error)
             return False
@@ -65,6 +73,7 @@ class Way:
 
     async def adopt(self, body: AdoptBody) -> None:
         """Raises what the target refuses with."""
+        self._runs = not body.idle
         with Offering(self._terms.dock.arena) as offer:
             answer = await self.target.adopt(replace(body, shelf=offer))
         self.on_shelf, self.held_tokens = answer.on_shelf, answer.held_tokens
@@ -80,15 +89,16 @@ class Way:
 
     async def alive(self) -> None:
         """Tells the target that there will be more."""
-        await self.target.adopt_ask(AskBody(self._handoff, self._fence))
+        answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence))
+        if answer.state == "over":
+            raise HandoffStale("The target has given the move up.")
 
     async def send(self, exported: ExportedPiece, tokens: Sequence[int] = ()) -> AdoptedAnswer:
-        """One piece, whose buffer is freed when it may be. `tokens` are a block's where the manifest has not gone yet."""
+        """One block of `tokens`, or a checkpoint, while the manifest has not gone yet; its buffer is freed when it may be."""
         began_at, piece, data = time.monotonic(), exported.piece, exported.data
-        offset = exported.buffer.offset + data.ctypes.data - exported.buffer.data.ctypes.data
-        place = offset if self.on_shelf else None
+        place = _offset(exported) if self.on_shelf else None
         proof = exported.proof.hex()
-        head = BlockHead(piece.start, piece.end, data.nbytes, proof, tuple(tokens), piece.kind, place)
+        head = BlockHead(piece.start, piece.end, data.nbytes, proof, tuple(tokens), place, piece.kind)
         if self.on_shelf:
             self._placed.append(exported.buffer)
             answer = await self.target.adopt_block(self._handoff, head)
@@ -96,6 +106,7 @@ class Way:
         else:
             with exported.buffer:
                 answer = await self.target.adopt_block(self._handoff, head, memoryview(data.data))
+        self._sent_cuts += piece.kind == "checkpoint"
         self.sent_bytes += data.nbytes
         self.send_s += time.monotonic() - began_at
         return answer
@@ -108,34 +119,49 @@ class Way:
         largest_bytes: int,
         before_last: Callable[[ExportedPiece | None], Awaitable[None]],
     ) -> None:
-        """The manifest, and one by one all that has not gone. `before_last` is asked before each, and before the manifest where
-        nothing (None) follows it; the first leave their engine while the target reads what will come."""
-        first = asyncio.ensure_future(anext(pieces, None))
-        exported: ExportedPiece | None = None
+        """On a shelf: the manifest and the places of all that has not gone, each as soon as its piece is there, in exchanges
+        between which room is made. `before_last` is asked before each piece, and before the manifest where nothing (None)
+        follows it; the first leave their engine while the manifest is written down."""
+        began_at, first = time.monotonic(), asyncio.ensure_future(anext(pieces, None))
+        placing = _Placing(self, pieces, first, self._left_of(manifest, known_tokens), largest_bytes, before_last)
         try:
-            if not largest_bytes:
+            # The core's thread is at the first pieces then.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if not placing.left:
                 await before_last(None)
-            await self.send_manifest(manifest, known_tokens)
-        except BaseException:
-            await asyncio.wait((first,))
-            if not first.cancelled() and first.exception() is None and (exported := first.result()) is not None:
-                exported.buffer.free()
-            raise
-        exported = await first
-        while exported is not None:
-            try:
-                await before_last(exported)
-            except BaseException:
-                exported.buffer.free()
-                raise
-            await self.send(exported)
-            await self.make_room(largest_bytes)
-            exported = await anext(pieces, None)
+            head = _headed(manifest, known_tokens)
+            while True:
+                places = placing.announced
+                payload = placing.payload(head, places)
+                total_bytes = len(head) + places * PLACE.size
+                answer = await self.target.adopt_rest(self._handoff, payload, total_bytes, ADOPT_PATIENCE_S)
+                self._free(answer.entered)
+                if not placing.left:
+                    break
+                await self.make_room(largest_bytes)
+                head = HEAD_LENGTH.pack(0)
+        finally:
+            await placing.drop_first()
+        self.send_s += time.monotonic() - began_at
 
-    async def send_manifest(self, manifest: Manifest, known_tokens: int) -> AdoptedAnswer:
-        """What the state consists of; its pieces, as far as they have not gone, follow one by one."""
-        head = _headed(manifest, known_tokens)
-        return await self.target.adopt_rest(self._handoff, _parts(head), len(head), ADOPT_PATIENCE_S)
+    def _left_of(self, manifest: Manifest, known_tokens: int) -> int:
+        """How many pieces follow the manifest when the first `known_tokens` tokens, and checkpoints that went, are there."""
+        others = sum(piece.kind != "block" or piece.start >= known_tokens for piece in manifest.pieces)
+        return others - self._sent_cuts
+
+    def place(self, exported: ExportedPiece) -> bytes:
+        """Leaves a piece on the shelf until it has entered. Returns what tells the target of it."""
+        self._placed.append(exported.buffer)
+        self.sent_bytes += exported.data.nbytes
+        return PLACE.pack(_offset(exported), exported.proof)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether a place of `size_bytes` can be had at once, or nothing of this way lies on the shelf."""
+        place = self._terms.dock.arena.take_now(size_bytes) if self._placed else None
+        if place is not None:
+            place.free()
+        return place is not None or not self._placed
 
     async def send_rest(
         self,
@@ -144,7 +170,7 @@ class Way:
         rest: Sequence[StatePiece],
         exported: AsyncIterator[ExportedPiece],
         patience_s: float,
-        before_last: asyncio.Future[None],
+        before_last: Awaitable[None],
     ) -> None:
         """Manifest and `rest` in one exchange, whose last bytes wait for `before_last`."""
         began_at, head = time.monotonic(), _headed(manifest, known_tokens)
@@ -168,19 +194,20 @@ class Way:
 
     async def make_room(self, size_bytes: int) -> None:
         """Waits until the shelf has a place of `size_bytes`, or nothing of this way lies on it any more."""
-        arena = self._terms.dock.arena
-        while self._placed:
-            if place := arena.take_now(size_bytes):
-                place.free()
-                return
-            answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
-            self._free(answer.entered)
+        while not self.has_room(size_bytes):
+            await self._entering()
 
     async def settled(self) -> None:
         """Returns when all that was placed has entered, so that nothing of this way lies on the shelf."""
         while self._placed:
-            answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
-            self._free(answer.entered)
+            await self._entering()
+
+    async def _entering(self) -> None:
+        """Waits for what is on its way in at the target. Raises HandoffStale when the move has ended there."""
+        answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
+        self._free(answer.entered)
+        if answer.state == "over":
+            raise HandoffStale("The target has given the move up.")
 
     def _free(self, entered: int) -> None:
         while self._entered < entered and self._placed:
@@ -188,11 +215,69 @@ class Way:
             self._entered += 1
 
 
+class _Placing:
+    """The pieces of one `send_pieces`: `left` of them lie on no shelf yet, the `first` is under way."""
+
+    def __init__(
+        self,
+        way: Way,
+        pieces: AsyncIterator[ExportedPiece],
+        first: asyncio.Future[ExportedPiece | None],
+        left: int,
+        largest_bytes: int,
+        before_last: Callable[[ExportedPiece | None], Awaitable[None]],
+    ) -> None:
+        self.left = left
+        self._way, self._pieces, self._largest_bytes, self._before_last = way, pieces, largest_bytes, before_last
+        self._first: asyncio.Future[ExportedPiece | None] | None = first
+
+    @property
+    def announced(self) -> int:
+        """Places in the next exchange."""
+        return min(PLACES, self.left)
+
+    async def payload(self, head: bytes, places: int) -> AsyncIterator[Bytes]:
+        """One exchange. It ends early, with places that are none, where the shelf is full."""
+        yield head
+        placed_bytes = 0
+        for count in range(places):
+            if placed_bytes >= PLACED_BYTES or not self._way.has_room(self._largest_bytes):
+                yield PLACE.pack(NO_PLACE, b"") * (places - count)
+                return
+            exported = await self._next()
+            try:
+                await self._before_last(exported)
+            except BaseException:
+                exported.buffer.free()
+                raise
+            placed_bytes += exported.data.nbytes
+            self.left -= 1
+            yield self._way.place(exported)
+
+    async def _next(self) -> ExportedPiece:
+        first, self._first = self._first, None
+        exported = await (anext(self._pieces, None) if first is None else first)
+        if exported is None:
+            raise StateError("The state has fewer pieces than its manifest says.")
+        return exported
+
+    async def drop_first(self) -> None:
+        """Frees the piece that was under way before anybody asked for it, should nobody have."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        await asyncio.wait((first,))
+        if not first.cancelled() and first.exception() is None and (exported := first.result()) is not None:
+            exported.buffer.free()
+
+
+def _offset(exported: ExportedPiece) -> int:
+    """Where the piece lies in the arena."""
+    return exported.buffer.offset + exported.data.ctypes.data - exported.buffer.data.ctypes.data
+
+
 def _headed(manifest: Manifest, known_tokens: int) -> bytes:
-    raw = manifest.to_json(known_tokens)
-    return HEAD_LENGTH.pack(len(raw)) + raw
-
-
-async def _parts(*parts: Bytes) -> AsyncIterator[Bytes]:
-    for part in parts:
-        yield part
+    """The manifest without its tokens, then those that the target does not know: many numbers, read much faster so."""
+    raw = replace(manifest, tokens=()).to_json()
+    ids = np.array(manifest.tokens[known_tokens:], dtype="<i4").tobytes()
+    return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(ids)) + ids

@@ -59,5 +59,6 @@ def wants_journal(request: web.Request) -> bool:
 
 
 def move_event(name: str, handoff: str) -> bytes:
-    """An event between engine and site: `moving` (the other engine takes the generation in, and may have it soon) or `moved`."""
+    """An event between engine and site: `moving` (the other engine takes the generation in, and may have it soon), `moved`, or
+    `stays` (it will not have it)."""
     return b"event: hydra." + name.encode() + b"\ndata: " + json.dumps({"handoff": handoff}).encode() + b"\n\n"

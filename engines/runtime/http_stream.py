@@ -59,10 +59,10 @@ async def stream(
     mailbox = generations[0].mailbox
     while len(last) < len(generations):
         for piece in await mailbox.take(ping_s):
-            if piece.moving or piece.finish_reason == "moved":
+            if piece.tells_of_move or piece.finish_reason == "moved":
                 await way_out.move(piece)
                 written_at = loop.time()
-                if piece.moving:
+                if piece.tells_of_move:
                     continue
                 await response.write_eof()
                 return response
@@ -168,8 +168,11 @@ class _WayOut:
     async def move(self, piece: Piece) -> None:
         if piece.finish_reason is not None and self._journal is not None:
             self._journal.note(piece)
-        name, handoff = ("moving", piece.moving) if piece.moving else ("moved", self._generations[piece.choice].handoff)
-        await self.send(move_event(name, handoff))
+        if piece.tells_of_move:
+            event_of_it = move_event("moving" if piece.moving else "stays", piece.moving or piece.stays)
+        else:
+            event_of_it = move_event("moved", self._generations[piece.choice].handoff)
+        await self.send(event_of_it)
         if piece.told is not None:
             piece.told.set()
 
@@ -212,7 +215,7 @@ async def collect(generations: Sequence[Generation]) -> dict[int, list[Piece]]:
     unfinished = set(pieces) - set(_ended(generations))
     while unfinished:
         for piece in await generations[0].mailbox.take(PING_S):
-            if piece.moving:
+            if piece.tells_of_move:
                 if piece.told is not None:
                     piece.told.set()
                 continue

@@ -42,8 +42,9 @@ class Head:
 class Entry:
     """One piece of one choice. `total_tokens`: its ids end with the choice's so many-th token, and may be known already.
 
-    `times` (cached tokens, seconds of queue and of prompt) come with a choice's first tokens. `is_ping` and `is_closing` stand
-    for the stream's own events: all of it is written behind the latter.
+    `times` (cached tokens, seconds of queue and of prompt) and `waits` (seconds of restoring, and of others' prompts) come with a
+    choice's first tokens, `drafts` (how many, their tokens, those accepted; so far) where something was drafted. `is_ping` and
+    `is_closing` stand for the stream's own events: all of it is written behind the latter.
     """
 
     choice: int
@@ -57,6 +58,8 @@ class Entry:
     stats: Stats | None = None
     is_ping: bool = False
     is_closing: bool = False
+    waits: tuple[float, float] | None = None
+    drafts: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ class JournalWriter:
                     generation.first_token_at - generation.started_at,
                 )
                 more["times"] = [generation.cached_tokens, round(queue_s, 6), round(prompt_s, 6)]
+                if generation.restore_s or generation.prompt_wait_s:
+                    more["waits"] = [round(generation.restore_s, 6), round(generation.prompt_wait_s, 6)]
+        if piece.token_ids and generation.drafts:
+            more["drafts"] = [generation.drafts, generation.drafted_tokens, generation.accepted_tokens]
         if piece.logprobs:
             more["logprobs"] = [[entry.token, entry.logprob, entry.top] for entry in piece.logprobs]
         if piece.prompt_done_tokens is not None:
@@ -150,7 +157,9 @@ def _entry(values: list[Any]) -> Entry:
     more: dict[str, Any] = values[3] if len(values) > 3 else {}
     if not (_counts((choice, characters, *token_ids)) and choice < MOST_CHOICES):
         raise ValueError("counts")
-    times = more.get("times")
+    times, waits, drafts = more.get("times"), more.get("waits"), more.get("drafts", ())
+    if not _counts(drafts):
+        raise ValueError("drafts")
     stats = more.get("stats")
     return Entry(
         choice,
@@ -164,6 +173,8 @@ def _entry(values: list[Any]) -> Entry:
         Stats(**stats) if stats else None,
         is_ping=bool(more.get("ping")),
         is_closing=bool(more.get("closed")),
+        waits=(float(waits[0]), float(waits[1])) if waits else None,
+        drafts=(drafts[0], drafts[1], drafts[2]) if drafts else None,
     )
 
 

@@ -35,7 +35,8 @@ def longest_marked(tokens: Sequence[int], marks: Sequence[PrefixMark]) -> int:
 
 def _digests(tokens: Sequence[int], cuts: Sequence[int]) -> Iterator[str]:
     hasher, at = blake3.blake3(), 0
+    raw = memoryview(np.array(tokens[: cuts[-1]], dtype="<i4").tobytes()) if cuts else memoryview(b"")
     for cut in cuts:
-        hasher.update(np.array(tokens[at:cut], dtype="<i4").tobytes())
+        hasher.update(raw[at * 4 : cut * 4])
         at = cut
         yield hasher.hexdigest(16)

@@ -17,6 +17,7 @@ from engines.runtime.journal import Entry, Journal
 from engines.runtime.llama import Vocabulary
 from engines.runtime.sampler import SEED_MASK
 from engines.runtime.text import TextAssembler
+from engines.runtime.thinking_budget import spend_budget
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class _Choice:
 
     tokens: list[int] = field(default_factory=list)
     times: tuple[int, float, float] | None = None
+    waits: tuple[float, float] = (0.0, 0.0)
+    drafts: tuple[int, int, int] = (0, 0, 0)
     end: Entry | None = None
     characters: int = 0
     logprobs: int = 0
@@ -51,6 +54,8 @@ class _Choice:
             ids = ids[len(ids) - missing :]
         self.tokens += ids
         self.times = entry.times or self.times
+        self.waits = entry.waits or self.waits
+        self.drafts = entry.drafts or self.drafts
         self.characters += entry.characters
         self.logprobs += len(entry.logprobs)
         if entry.reason is not None:
@@ -93,7 +98,7 @@ def _bring(generation: Generation, choice: _Choice, vocabulary: Vocabulary) -> N
     choice.text = text
     if choice.end is not None:
         return
-    generation.draws = _spend_budget(generation, tokens)
+    generation.draws = spend_budget(generation, tokens)
     if generation.constraint is not None:
         generation.constraint.replay(tokens)
     rest = text[choice.characters :]
@@ -123,21 +128,10 @@ def _fed(text: TextAssembler, tokens: Sequence[int], vocabulary: Vocabulary) -> 
     return [text.feed(vocabulary.pieces[token]).text for token in tokens if token not in vocabulary.end_tokens]
 
 
-def _spend_budget(generation: Generation, tokens: Sequence[int]) -> int:
-    """Lets the thinking budget see the tokens; returns how many of them were drawn, the others having been forced."""
-    draws, budget = 0, generation.thinking_budget
-    for token in tokens:
-        if generation.forced:
-            generation.forced.popleft()
-            continue
-        draws += 1
-        if budget is not None:
-            generation.forced.extend(budget.observe(token) or ())
-    return draws
-
-
 def _time(generation: Generation, choice: _Choice, began_at: float) -> None:
-    """The client's times go on, what was lost in between included."""
+    """The client's times and counts go on, what was lost in between included."""
+    generation.restore_s, generation.prompt_wait_s = choice.waits
+    generation.drafts, generation.drafted_tokens, generation.accepted_tokens = choice.drafts
     if choice.times is None:
         return
     cached, queue_s, prompt_s = choice.times

@@ -1,34 +1,38 @@
 """A running generation on its way in from another engine: the other side of state_follow.py.
 
 Blocks enter a slot that was taken for them while the other engine still decodes; the manifest of its stop, the rest of the
-pieces and the generation itself come last. Until `go_on` has returned nothing here runs, and leaving early leaves nothing.
+pieces and the generation itself come last. Until `begin_together` nothing here runs, and leaving early leaves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engines.errors import EngineStopping, StateInvalid
-from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
-from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.generation import Generation
 from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.prefix_marks import longest_marked
 from engines.runtime.state_codec import StateCodec
+from engines.runtime.state_cuts import ComingCuts
 from engines.runtime.state_dock import to_its_end
 from engines.runtime.state_order import require_order
-from engines.runtime.state_snapshot import Manifest, StatePiece, resumed
+from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Arrival, Delivery, arrive
 from engines.wire_handoff import PrefixMark
 
-# Pieces that are on their way in while the next one is asked for.
+# Pieces that are on their way in while more are asked for.
 UNENTERED = 2
 
 
@@ -41,6 +45,8 @@ class Adopting:
         self._core, self._terms, self._arrival = core, terms, arrival
         self._lane = terms.dock.lane()
         self._pieces: list[StatePiece] = []
+        # Checkpoints that come before the manifest.
+        self._cuts = ComingCuts()
         self._held_pieces = 0
         self._entering: deque[asyncio.Future[Any]] = deque()
         self._done = False
@@ -61,9 +67,17 @@ class Adopting:
             if not entering.cancelled():
                 entering.exception()  # looked at: all of it is thrown away
         try:
-            await self._terms.dock.perform(lambda cache: self._arrival.abort(self._terms.dock.codec))
+            await self._terms.dock.perform(self._aborted)
         except EngineStopping:
             return  # the core has ended, and the slot with it
+
+    @property
+    def slot_id(self) -> int:
+        return self._arrival.slot.index
+
+    def _aborted(self, _cache: PrefixCache) -> Generator[None, None, None]:
+        self._cuts.drop()
+        yield from self._arrival.abort(self._terms.dock.codec)
 
     @property
     def tokens(self) -> list[int]:
@@ -79,6 +93,31 @@ class Adopting:
         """As `take`, but returns while the piece is on its way in; those before it have entered then. `tokens` are those of a
         block that comes before the manifest."""
         self._arrival.tokens += tokens
+        self.enters(delivery)
+        await self._entered(UNENTERED)
+
+    async def begin_cut(self, delivery: Delivery) -> None:
+        """As `begin`, of a checkpoint that comes before the manifest. Raises StateInvalid for one that cannot."""
+        cuts, codec, piece = self._cuts, self._terms.dock.codec, delivery.piece
+        try:
+            cuts.announce(piece, codec, self._core.config.context_tokens)
+        except BaseException:
+            delivery.free()
+            raise
+
+        def check() -> None:
+            delivery.check()
+            cuts.check(piece, codec, delivery.data)
+
+        def enter(cache: PrefixCache) -> None:
+            self._require_open()
+            cuts.enter(cache, codec, piece, delivery.data)
+
+        self._enters(delivery, check, enter)
+        await self._entered(UNENTERED)
+
+    def enters(self, delivery: Delivery) -> None:
+        """As `begin`, of a piece behind the manifest; waits for nothing."""
         arrival, codec = self._arrival, self._terms.dock.codec
 
         def check() -> None:
@@ -89,10 +128,16 @@ class Adopting:
             self._require_open()
             arrival.enter(cache, codec, delivery.piece, delivery.data)
 
+        self._pieces.append(delivery.piece)
+        self._enters(delivery, check, enter)
+
+    def _enters(self, delivery: Delivery, check: Callable[[], None], enter: Callable[[PrefixCache], None]) -> None:
         entering = self._lane.submit(enter, first=check, quick=delivery.is_quick)
         entering.add_done_callback(lambda _: delivery.free())
         self._entering.append(entering)
-        self._pieces.append(delivery.piece)
+
+    async def nearly_settled(self) -> None:
+        """Returns when so little is on its way in that more may come. Raises what went wrong."""
         await self._entered(UNENTERED)
 
     async def settled(self) -> None:
@@ -100,7 +145,7 @@ class Adopting:
         await self._entered(0)
 
     async def _entered(self, most_left: int) -> None:
-        while len(self._entering) > most_left:
+        while len(self._entering) > most_left or (self._entering and self._entering[0].done()):
             await to_its_end(self._entering.popleft())
             self.entered += 1
 
@@ -112,26 +157,27 @@ class Adopting:
         await self.settled()
         Fingerprint.parse(self._terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
         tokens, there = list(manifest.tokens), len(self._arrival.tokens)
-        every = manifest.all_tokens
-        if not tokens or min(every) < 0 or max(every) >= self._core.loaded.vocabulary.size:
-            raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
+        ids = _ids(manifest, self._core.loaded.vocabulary.size)
         require_order(manifest.pieces, len(tokens), self._terms.layout)
         held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
-        came = list(manifest.pieces[len(held) : len(held) + len(self._pieces)])
-        if tokens[:there] != self._arrival.tokens or came != self._pieces:
+        others = [piece for piece in manifest.pieces[len(held) :] if piece not in self._cuts.pieces]
+        if tokens[:there] != self._arrival.tokens or others[: len(self._pieces)] != self._pieces:
             raise StateInvalid("The blocks that came in are not those that the state begins with.")
+        if len(held) + len(others) + len(self._cuts.pieces) != len(manifest.pieces):
+            raise StateInvalid("Checkpoints came in that are not the state's.")
         if (held[-1].end if held else 0) != self.held_tokens:
             raise StateInvalid("The state's blocks do not end where what is held here does.")
         self._held_pieces = len(held)
 
-        def promise(cache: PrefixCache) -> Generator[None, None, None]:
-            yield from ()
+        def promise(_cache: PrefixCache) -> None:
             self._require_open()
-            self._arrival.tokens = tokens
             self._arrival.slot.awaited_cells = len(tokens) - there
 
-        await self._terms.dock.perform(promise)
-        return list(manifest.pieces[len(held) + len(self._pieces) :])
+        # Nothing is on its way in that could look at them meanwhile.
+        self._arrival.tokens, self._arrival.ids = tokens, ids
+        # The pieces stand behind it, and fail with it.
+        self._lane.submit(promise).add_done_callback(_looked_at)
+        return others[len(self._pieces) :]
 
     async def rest(self, delivery: Delivery) -> None:
         await self.begin(delivery)
@@ -139,16 +185,20 @@ class Adopting:
 
     async def finish(self, manifest: Manifest) -> None:
         """The idle conversation is in its slot. Raises StateInvalid when not everything came in."""
-        await self._require_all(manifest)
-
-        def work(cache: PrefixCache) -> Generator[None, None, None]:
-            yield from self._finish()
-
-        await self._terms.dock.perform(work)
-
-    async def _require_all(self, manifest: Manifest) -> None:
+        self._require_came(manifest)
+        # In the slice of the last piece.
+        finishing = self._lane.submit(lambda cache: deque(self._finish(cache), maxlen=0))
+        finishing.add_done_callback(_looked_at)
         await self.settled()
-        missing = len(manifest.pieces) - self._held_pieces - len(self._pieces)
+        await to_its_end(finishing)
+
+    async def require_all(self, manifest: Manifest) -> None:
+        """Raises StateInvalid when not everything came in."""
+        await self.settled()
+        self._require_came(manifest)
+
+    def _require_came(self, manifest: Manifest) -> None:
+        missing = len(manifest.pieces) - self._held_pieces - len(self._pieces) - len(self._cuts.pieces)
         if missing:
             raise StateInvalid(f"{missing} pieces of the state did not come in.")
 
@@ -156,58 +206,69 @@ class Adopting:
         if self._done:
             raise StateInvalid("The move is over; nothing more of it is taken.")
 
-    def _finish(self) -> Generator[None, None, None]:
+    def _require_whole(self) -> None:
         self._require_open()
         sequence = self._arrival.slot.sequence
         if not sequence.tokens:
             # Its last block came before anybody knew that it was the last.
             self._terms.dock.codec.complete(sequence, self._arrival.tokens)
+
+    def _finish(self, cache: PrefixCache) -> Generator[None, None, None]:
+        self._require_whole()
         yield from self._arrival.finish()
+        self._cuts.join(cache, self._arrival.slot)
         self._done = True
 
-    async def go_on(
-        self, manifest: Manifest, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
-    ) -> Generation:
-        """The generation, waiting in this engine's line with its state in a slot; its pieces go to `mailbox`.
+    def _begin(self, cache: PrefixCache, generation: Generation) -> Generator[None, None, None]:
+        slot = self._arrival.slot
+        slot.sequence.origin = generation.origin
+        yield from self._finish(cache)
+        self._core.begin_moved(slot, generation)
 
-        Raises StateInvalid when not everything came in, and what `resumed` and `EngineCore.submit` raise.
-        """
-        generation = await self.resumed(manifest, compiler, mailbox, deadline_at)
-        self._core.submit(generation)
-        return generation
 
-    async def resumed(
-        self, manifest: Manifest, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
-    ) -> Generation:
-        """As `go_on`, but it stands in no line yet."""
-        await self._require_all(manifest)
+async def begin_together(arrived: Sequence[tuple[Adopting, Manifest]], going: Sequence[Generation]) -> None:
+    """Generations go on in the slots that have their states, all in one slice: nobody who waits can come in between. Where that
+    fails none does. Raises StateInvalid when not everything came in."""
+    for adopting, manifest in arrived:
+        await adopting.require_all(manifest)
+    first = arrived[0][0]
 
-        def work(cache: PrefixCache) -> Generator[None, None, Generation]:
-            self._require_open()
-            generation = resumed(manifest, self._core.loaded, compiler, mailbox, deadline_at)
-            self._arrival.slot.sequence.origin = generation.origin
-            yield from self._finish()
-            return generation
+    def work(cache: PrefixCache) -> Generator[None, None, None]:
+        yield from ()
+        for adopting, _ in arrived:
+            adopting._require_whole()
+        for (adopting, _), generation in zip(arrived, going, strict=True):
+            yield from adopting._begin(cache, generation)
 
-        generation: Generation = await self._terms.dock.perform(work)
-        return generation
+    def ended(_: None) -> Callable[[PrefixCache], Generator[None, None, None]]:
+        for generation in going:
+            first._core.cancel(generation)
+        return _at_once
+
+    await first._terms.dock.take(work, ended)
+
+
+def _at_once(_cache: PrefixCache) -> Generator[None, None, None]:
+    yield from ()
 
 
 async def adopting(
     terms: SharingTerms,
     core: EngineCore,
-    slot_id: int,
+    slot_id: int | Callable[[PrefixCache], int],
     expected_tokens: int,
     *,
     origin: Origin = NOBODY,
     marks: Sequence[PrefixMark] = (),
     sibling: Adopting | None = None,
 ) -> Adopting:
-    """Takes and empties the slot for a state of about so many tokens, `origin`'s. What another sequence of the same tenant holds
-    of its beginning by `marks`, or a `sibling` that comes in too, is there already. Raises as `arrive`."""
+    """Takes and empties the slot, or the one that is chosen then, for a state of about so many tokens, `origin`'s. What another
+    sequence of the same tenant holds of its beginning by `marks`, or a `sibling` that comes in too, is there already. Raises as
+    `arrive`, and what the choice does."""
 
     def work(cache: PrefixCache) -> Generator[None, None, Arrival]:
-        arrival = yield from arrive(cache, slot_id, [0] * expected_tokens, erase_existing=True, origin=origin)
+        index = slot_id if isinstance(slot_id, int) else slot_id(cache)
+        arrival = yield from arrive(cache, index, [0] * expected_tokens, erase_existing=True, origin=origin)
         beside = [] if sibling is None else [sibling._arrival]
         arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks, beside)
         return arrival
@@ -216,6 +277,23 @@ async def adopting(
         return lambda cache: arrival.abort(terms.dock.codec)
 
     return Adopting(core, terms, await terms.dock.take(work, give_back))
+
+
+def _ids(manifest: Manifest, vocabulary_size: int) -> NDArray[np.int32]:
+    """The tokens that have state. Raises StateInvalid for none, or some beyond the vocabulary."""
+    try:
+        every = np.frombuffer(array("i", manifest.all_tokens), dtype=np.int32)
+    except OverflowError:
+        raise StateInvalid("The state has tokens beyond all vocabularies.") from None
+    if not manifest.tokens or every.min() < 0 or every.max() >= vocabulary_size:
+        raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
+    return every[: len(manifest.tokens)]
+
+
+def _looked_at(future: asyncio.Future[Any]) -> None:
+    """What went wrong with it is told by those behind it."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _lent(

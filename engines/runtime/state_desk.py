@@ -134,9 +134,11 @@ class StateDesk:
         self.begin()
         return (await self._described(slot_id, look, form))[0]
 
-    async def export(self, slot_id: int, form: str = "stream", *, block_tokens: int = 0) -> ExportedState:
-        """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). Raises as `meta`, and SlotBusy
-        and SlotEmpty."""
+    async def export(
+        self, slot_id: int, form: str = "stream", *, block_tokens: int = 0, in_pieces: bool = False
+    ) -> ExportedState:
+        """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). With `in_pieces` it has no form
+        and its bytes are those of its pieces. Raises as `meta`, and SlotBusy and SlotEmpty."""
         codec = self._codec(form)
         await self._identity.known()
         dock = await self._dock(codec)
@@ -144,7 +146,7 @@ class StateDesk:
             lambda cache: state_transfer.depart(cache, codec, slot_id), lambda taken: lambda cache: taken.end()
         )
         try:
-            meta, manifest = await self._described(slot_id, departure.look, form, block_tokens)
+            meta, manifest = await self._described(slot_id, departure.look, form, block_tokens, in_pieces)
             await dock.in_thread(lambda: departure.ids)
         except BaseException:
             await dock.perform(lambda cache: departure.end())
@@ -248,13 +250,15 @@ class StateDesk:
     # --- what a state is ------------------------------------------------------------------------
 
     async def _described(
-        self, slot_id: int, look: SlotLook, form: str, block_tokens: int = 0
+        self, slot_id: int, look: SlotLook, form: str, block_tokens: int = 0, in_pieces: bool = False
     ) -> tuple[StateMeta, Manifest]:
         """In a thread: the tokens of a long slot take milliseconds to write down."""
-        work = partial(self._describe, slot_id, look, form, block_tokens)
+        work = partial(self._describe, slot_id, look, form, block_tokens, in_pieces)
         return await to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
-    def _describe(self, slot_id: int, look: SlotLook, form: str, block_tokens: int) -> tuple[StateMeta, Manifest]:
+    def _describe(
+        self, slot_id: int, look: SlotLook, form: str, block_tokens: int, in_pieces: bool
+    ) -> tuple[StateMeta, Manifest]:
         layout = self._codec().layout
         if not block_tokens and look.others_run:
             block_tokens = kept_block_tokens(self._config, layout)
@@ -265,10 +269,13 @@ class StateDesk:
         digest = sha256 or NO_DIGEST
         fingerprint = self._identity.fingerprint(layout, digest).text
         manifest = Manifest(fingerprint, self._config.model_name, digest, tuple(look.tokens), pieces)
+        state_bytes = 0
+        if look.tokens:
+            state_bytes = manifest.total_bytes if in_pieces else total_bytes(manifest, layout, form)
         meta = StateMeta(
             slot_id=slot_id,
             n_past=len(look.tokens),
-            state_bytes=total_bytes(manifest, layout, form) if look.tokens else 0,
+            state_bytes=state_bytes,
             is_processing=look.is_processing,
             is_transferring=bool(look.operation),
             operation=look.operation,

@@ -1,8 +1,9 @@
 """A running generation on its way to another engine: its finished blocks leave while it goes on, the rest behind a stop.
 
 The source keeps the generation until `commit`: whatever fails before, it goes on there as if nothing had been. The stop is
-fenced by a number that whoever moves the generation was granted, and it does not last: without a commit in STOP_LIMIT_S the
-generation goes on, and a commit that comes later is refused.
+fenced by a number that whoever moves the generation was granted, and it does not last: without a word in STOP_LIMIT_S the
+generation goes on, and a commit that comes later is refused. Once the last of it is about to leave (`hold`) no clock decides any
+more, since the target may go on with it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import Lane, to_its_end
 from engines.runtime.state_export import ExportedPiece, planned
+from engines.runtime.state_forget import forget_moved
 from engines.runtime.state_forms import Proof, checksum_of, is_quick
 from engines.runtime.state_layout import Bytes
-from engines.runtime.state_snapshot import Manifest, StatePiece, captured, ended_choices
+from engines.runtime.state_order import MAX_CHECKPOINTS
+from engines.runtime.state_snapshot import Manifest, StatePiece, captured, ended_choices, require_tellable
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, slot_look
 
@@ -64,6 +67,8 @@ class Leaving:
 
     def __init__(self, core: EngineCore, terms: SharingTerms, generation: Generation, fence: int) -> None:
         self.sent_tokens = 0
+        # Checkpoints that left before the stop.
+        self._cuts: list[StatePiece] = []
         self._core, self._terms, self._generation, self._fence = core, terms, generation, fence
         self._departure: Departure | None = None
         self._manifest: Manifest | None = None
@@ -111,6 +116,58 @@ class Leaving:
             yield await self._exported(lane, StatePiece("block", start, end, layout.block_bytes(count)), prove)
             self.sent_tokens = end
 
+    async def unsent_cuts(self) -> list[StatePiece]:
+        """Its checkpoints that have not left, the shortest first: a recurrent state cannot go back without them. While its prompt
+        makes more of them only the first, since of the others some will give way."""
+        if self._terms.layout.recurrent is None:
+            return []
+
+        def look(cache: PrefixCache) -> Generator[None, None, list[StatePiece]]:
+            yield from ()
+            slot = self._slot(cache)
+            if slot is None:
+                return []
+            found = cache.checkpoints_of(slot.sequence.tokens, slot.sequence.origin)
+            if any(cut > len(slot.sequence) for cut in self._generation.cuts):
+                found = found[:1]
+            part_bytes = self._terms.dock.codec.part_bytes
+            return [StatePiece("checkpoint", 0, len(one.sequence), part_bytes(one.sequence)) for one in found]
+
+        gone = {piece.end for piece in self._cuts}
+        found: list[StatePiece] = await self._terms.dock.perform(look)
+        return [piece for piece in found if piece.end not in gone][: MAX_CHECKPOINTS - len(gone)]
+
+    async def cut(self, piece: StatePiece, prove: Proof = checksum_of) -> ExportedPiece | None:
+        """One of `unsent_cuts`, whose buffer the caller must free; None where it has given way."""
+        dock, codec = self._terms.dock, self._terms.dock.codec
+        buffer = await dock.arena.take(piece.size_bytes)
+
+        def take(cache: PrefixCache) -> Bytes | None:
+            slot = self._slot(cache)
+            sequence = None if slot is None else slot.sequence
+            found = [] if sequence is None else cache.checkpoints_of(sequence.tokens, sequence.origin)
+            for one in found:
+                if len(one.sequence) == piece.end and codec.part_bytes(one.sequence) == piece.size_bytes:
+                    return buffer.data[: codec.take_part(one.sequence, buffer.data)]
+            return None
+
+        def finished(taken: Bytes | None) -> tuple[Bytes, bytes] | None:
+            if taken is None:
+                return None
+            part = codec.finished_part(taken, piece.end)
+            return part, prove(memoryview(part.data))
+
+        try:
+            done = await to_its_end(dock.lane().submit(take, then=finished, quick=is_quick(prove)))
+        except BaseException:
+            buffer.free()
+            raise
+        if done is None:
+            buffer.free()
+            return None
+        self._cuts.append(piece)
+        return ExportedPiece(piece, buffer, *done)
+
     async def _exported(self, lane: Lane, piece: StatePiece, prove: Proof) -> ExportedPiece:
         coming = self._begun(lane, piece, prove, await self._terms.dock.arena.take(self._room_of(piece)))
         return await coming.done()
@@ -132,7 +189,8 @@ class Leaving:
             return self._departure.take(codec, piece, buffer)
         slot = self._slot(cache)
         if slot is None or len(slot.sequence) < piece.end:
-            raise StateError("The generation lost its slot while its state left.")
+            # It has ended or gave way; whoever moves the session looks again what is held of it.
+            raise SlotBusy("The generation lost its slot while its state left.")
         return buffer[: codec.take_block(slot.sequence, piece.start, piece.end, buffer)]
 
     def _finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
@@ -169,11 +227,12 @@ class Leaving:
             )
         if generation.spans:
             raise StateHasImages("The conversation shows images, whose state stays here.")
-        if generation.forced or generation.thinking_budget is not None:
-            raise StateError("A generation with a thinking budget stays where it is.")
         self._core.write_text()
+        require_tellable(generation.siblings or (generation,))
         look = slot_look(cache, terms.dock.codec, slot)
-        pieces = planned(look, terms.layout, terms.block_tokens, checkpoints=False, drafts=terms.dock.codec.drafts)
+        cuts = tuple((piece.end, piece.size_bytes) for piece in sorted(self._cuts, key=lambda piece: piece.end))
+        there = replace(look, checkpoints=cuts)
+        pieces = planned(there, terms.layout, terms.block_tokens, checkpoints=True, drafts=terms.dock.codec.drafts)
         slot.generation, slot.transfer = None, "export"
         self._departure = Departure(slot, look, {})
         return Manifest(
@@ -181,11 +240,19 @@ class Leaving:
             generation.tokens[-1], captured(generation),
         )  # fmt: skip
 
+    def hold(self) -> None:
+        """The last of it is about to leave: from here on only who knows how the target took it may let the generation go on here.
+        Raises StateError when it does already."""
+        if self._watch is None or self._resuming is not None:
+            raise StateError("The generation was stopped for too long and goes on here.")
+        self._unwatch()
+
     @property
     def unsent_pieces(self) -> list[StatePiece]:
         """Those of the stop's manifest that did not leave before it."""
         pieces = self._manifest.pieces if self._manifest else ()
-        return [piece for piece in pieces if piece.kind != "block" or piece.start >= self.sent_tokens]
+        left = [piece for piece in pieces if piece.kind != "checkpoint"]
+        return [piece for piece in left if piece.kind != "block" or piece.start >= self.sent_tokens]
 
     async def rest(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
         """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers. One more is
@@ -224,7 +291,9 @@ class Leaving:
         assert self._departure is not None
         slot, self._departure = self._departure.slot, None
         slot.transfer = ""
+        tokens, origin = slot.sequence.tokens, slot.sequence.origin
         slot.sequence.clear()
+        forget_moved(cache, tokens, origin)
         self._core.end_moved(self._generation)
 
     def _require_stopped(self) -> None:

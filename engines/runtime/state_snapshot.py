@@ -7,26 +7,28 @@ shape, but nothing about the bytes is believed before their digests are.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from engines.api_constraint import ConstraintSpec
-from engines.errors import StateError, StateInvalid
+from engines.errors import GenerationStays, StateInvalid
 from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.generation import Generation, Mailbox, Piece, Stats
 from engines.runtime.llama import Llama
 from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from engines.runtime.text import Said
+from engines.runtime.thinking_budget import BudgetTerms, ThinkingBudget, spend_budget
 
-VERSION = 1
+# Of 1 fewer things of a generation are told, and nothing else; such manifests lie in stores.
+VERSION, READ_VERSIONS = 2, (1, 2)
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 MAX_PIECES = 1 << 17
 MAX_HELD_BYTES = 1 << 16
-# An answer with log probabilities takes all of them along, about a kilobyte a token.
+# An answer with log probabilities takes all of them along, some 50 bytes each: so many of all choices of a request together.
 MAX_SAID_LOGPROBS = 1 << 18
 # The pieces of a state, in the order in which they travel: a block follows its predecessor, the last part follows the blocks,
 # checkpoints (parts of earlier cuts) follow, and at the end stands what the draft head holds: its rows, then hidden rows that it
@@ -67,9 +69,9 @@ class GenerationState:
 
     The drawing of tokens goes on with `draws` more numbers used up from the seed's row; XTC alone takes numbers of its own at
     times, and goes on with others. `held_text` was drawn and not sent: it may begin a stop string or end inside a character.
-    A constraint's place is found again by replaying the tokens behind the prompt. A thinking budget does not travel. `said` and
-    `held_logprobs` are there where log probabilities are asked for. `moves_with` are the choices that go on together, this one
-    included (none: it alone); the first of them brings those of the request that have ended.
+    A constraint's place, and what is left of a thinking budget, are found again by replaying the tokens behind the prompt.
+    `said` and `held_logprobs` are there where log probabilities are asked for. `moves_with` are the choices that go on together,
+    this one included (none: it alone); the first of them brings those of the request that have ended.
     """
 
     request_id: str
@@ -97,6 +99,12 @@ class GenerationState:
     said: tuple[Said, ...] = ()
     moves_with: tuple[int, ...] = ()
     ended: tuple[EndedChoice, ...] = ()
+    thinking: BudgetTerms | None = None
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    restore_s: float = 0.0
+    prompt_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,11 @@ class Manifest:
     version: int = VERSION
 
     def to_json(self, known_tokens: int = 0) -> bytes:
-        """Without its first `known_tokens` tokens, which the reader has."""
-        return _ADAPTER.dump_json(replace(self, tokens=self.tokens[known_tokens:]) if known_tokens else self)
+        """Without its first `known_tokens` tokens, which the reader has. Raises GenerationStays for one that is too long."""
+        raw = _ADAPTER.dump_json(replace(self, tokens=self.tokens[known_tokens:]) if known_tokens else self)
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise GenerationStays("So much has to be told of the conversation's state that it stays where it is.")
+        return raw
 
     @classmethod
     def from_json(cls, raw: bytes, known: Sequence[int] = ()) -> Manifest:
@@ -131,6 +142,7 @@ class Manifest:
         try:
             manifest = _ADAPTER.validate_json(raw)
         except ValidationError as error:
+            _require_version(raw)
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise StateInvalid(
@@ -142,8 +154,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        if self.version != VERSION:
-            raise StateInvalid(f"The state's manifest has version {self.version}; this engine reads {VERSION}.")
+        _require_read(self.version)
         if len(self.tokens) > MAX_TOKENS or len(self.pieces) > MAX_PIECES:
             raise StateInvalid(
                 f"The state has {len(self.tokens)} tokens in {len(self.pieces)} pieces, more than is read."
@@ -172,6 +183,30 @@ class Manifest:
 _ADAPTER: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
+@dataclass(frozen=True)
+class _Versioned:
+    """What a manifest of any version has."""
+
+    version: int = VERSION
+
+
+_VERSIONED: TypeAdapter[_Versioned] = TypeAdapter(_Versioned)
+
+
+def _require_version(raw: bytes) -> None:
+    """A manifest of another version is refused as that, not for the first of its fields that is new. Raises StateInvalid."""
+    try:
+        version = _VERSIONED.validate_json(raw).version
+    except ValidationError:
+        return  # it is no manifest of any version
+    _require_read(version)
+
+
+def _require_read(version: int) -> None:
+    if version not in READ_VERSIONS:
+        raise StateInvalid(f"The state's manifest has version {version}; this engine reads {READ_VERSIONS}.")
+
+
 def captured(generation: Generation) -> GenerationState:
     """The standing of a generation that runs; on the core's thread, after the text of its last token was made."""
     stats = generation.stats(time.monotonic())
@@ -198,22 +233,34 @@ def captured(generation: Generation) -> GenerationState:
         draft_min=generation.draft_min,
         draft_max=generation.draft_max,
         held_logprobs=generation.text.held_logprobs,
-        said=_said(generation),
+        said=tuple(generation.text.said or ()),
+        thinking=generation.thinking_budget.terms if generation.thinking_budget else None,
+        drafts=generation.drafts,
+        drafted_tokens=generation.drafted_tokens,
+        accepted_tokens=generation.accepted_tokens,
+        restore_s=generation.restore_s,
+        prompt_wait_s=generation.prompt_wait_s,
     )
 
 
-def _said(generation: Generation) -> tuple[Said, ...]:
-    """Raises StateError for more log probabilities than are taken along."""
-    said = generation.text.said or ()
-    if said and generation.new_tokens * (1 + (generation.params.top_logprobs or 0)) > MAX_SAID_LOGPROBS:
-        raise StateError("The answer has so many log probabilities that it stays where it is.")
-    return tuple(said)
+def require_tellable(choices: Sequence[Generation]) -> None:
+    """Raises GenerationStays for a request of which more log probabilities were told than are taken along."""
+    told = sum(one.new_tokens * (1 + (one.params.top_logprobs or 0)) for one in choices if one.text.said)
+    if told > MAX_SAID_LOGPROBS:
+        raise GenerationStays("The answer has so many log probabilities that it stays where it is.")
 
 
 def ended_choices(siblings: Sequence[Generation]) -> tuple[EndedChoice, ...]:
     """Those of a request's choices that have ended; on the core's thread."""
     return tuple(
-        EndedChoice(one.choice, tuple(one.tokens), len(one.prompt), one.text.sent_bytes, *one.outcome, said=_said(one))
+        EndedChoice(
+            one.choice,
+            tuple(one.tokens),
+            len(one.prompt),
+            one.text.sent_bytes,
+            *one.outcome,
+            tuple(one.text.said or ()),
+        )
         for one in siblings
         if one.outcome is not None
     )
@@ -231,9 +278,14 @@ def said_pieces(choice: int, text: str, said: Sequence[Said]) -> tuple[Piece, ..
 
 
 def resumed(
-    manifest: Manifest, llama: Llama, compiler: ConstraintCompiler, mailbox: Mailbox, deadline_at: float
+    manifest: Manifest,
+    llama: Llama,
+    compiler: Callable[[], ConstraintCompiler],
+    mailbox: Mailbox,
+    deadline_at: float,
 ) -> Generation:
-    """The generation that goes on where `captured` left it; on the core's thread. Its next piece carries no token twice.
+    """The generation that goes on where `captured` left it; on any thread: a form takes a while. Its next piece carries no token
+    twice.
 
     Raises StateInvalid when the manifest carries none, InvalidRequest or ConstraintFailed for a constraint that this engine
     cannot follow.
@@ -258,13 +310,21 @@ def resumed(
         system_cut=state.system_cut,
         draft_min=state.draft_min,
         draft_max=state.draft_max,
+        drafts=state.drafts,
+        drafted_tokens=state.drafted_tokens,
+        accepted_tokens=state.accepted_tokens,
+        restore_s=state.restore_s,
+        prompt_wait_s=state.prompt_wait_s,
     )
     generation.tokens = tokens
     generation.unposted()
     generation.arrived_tokens = generation.new_tokens
     if state.constraint is not None:
-        generation.constraint = compiler.compile(state.constraint)
+        generation.constraint = compiler().compile(state.constraint)
         generation.constraint.replay(tokens[state.prompt_tokens :])
+    if state.thinking is not None:
+        generation.thinking_budget = ThinkingBudget.on(state.thinking, llama.vocabulary.pieces)
+        spend_budget(generation, tokens[state.prompt_tokens :])
     generation.cached_tokens = state.cached_tokens
     generation.text.resume(state.held_text, state.sent_bytes, state.held_logprobs)
     if state.params.top_logprobs is not None:

@@ -6,15 +6,30 @@ Knows no sampler: whoever takes tokens tells each to `observe`, and takes what t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engines.api_schema import ChatRequest
 from engines.runtime.chat import END_THINK, THINK, Prompt
 from engines.runtime.llama import Vocabulary
 from engines.runtime.text import StopMatcher, whole_characters
 
+if TYPE_CHECKING:
+    from engines.runtime.generation import Generation
+
 _THINK = THINK.encode()
 # Whitespace before a <think> that the model writes itself; more is none.
 _MAX_BEFORE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class BudgetTerms:
+    """What a budget began with: `end_of_thought` are the tokens that end reasoning; `opens_thought` tells that the prompt began
+    it already."""
+
+    budget_tokens: int
+    end_of_thought: tuple[int, ...]
+    opens_thought: bool
 
 
 class ThinkingBudget:
@@ -24,6 +39,7 @@ class ThinkingBudget:
     def __init__(
         self, budget_tokens: int, pieces: Sequence[bytes], end_of_thought: Sequence[int], *, opens_thought: bool
     ) -> None:
+        self.terms = BudgetTerms(budget_tokens, tuple(end_of_thought), opens_thought)
         self._left_tokens = budget_tokens
         self._pieces = pieces
         self._end_of_thought = list(end_of_thought)
@@ -40,6 +56,11 @@ class ThinkingBudget:
         return cls(
             request.thinking_budget, vocabulary.pieces, prompt.end_of_thought, opens_thought=prompt.opens_thought
         )
+
+    @classmethod
+    def on(cls, terms: BudgetTerms, pieces: Sequence[bytes]) -> ThinkingBudget:
+        """A new one of the same terms."""
+        return cls(terms.budget_tokens, pieces, terms.end_of_thought, opens_thought=terms.opens_thought)
 
     def observe(self, token: int) -> list[int] | None:
         """Tells of a token of the answer, forced ones included. Returns tokens that must follow it, or None.
@@ -75,3 +96,17 @@ class ThinkingBudget:
             return None
         self.over = True
         return self._end_of_thought
+
+
+def spend_budget(generation: Generation, tokens: Sequence[int]) -> int:
+    """Lets a generation's budget see tokens of its answer that were drawn elsewhere; returns how many of them were drawn, the
+    others having been forced."""
+    draws, budget = 0, generation.thinking_budget
+    for token in tokens:
+        if generation.forced:
+            generation.forced.popleft()
+            continue
+        draws += 1
+        if budget is not None:
+            generation.forced.extend(budget.observe(token) or ())
+    return draws

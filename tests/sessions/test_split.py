@@ -70,6 +70,7 @@ async def settled() -> Turn:
     return turn
 
 
+@pytest.mark.soak  # the sample of `make test` is in test_split_chosen.py
 async def test_a_request_is_shared_by_two_engines_and_answers_as_one_alone_would(start: Any) -> None:
     pool = await start("llama", layers=12)
     talk = Conversation(LocalClient(), {"X-Session-Id": "shared", **SPLIT})
@@ -230,7 +231,7 @@ def test_the_divergence_is_taken_over_what_is_told_and_the_rest_as_one() -> None
         ({"n": 1, "logprobs": False, "top_logprobs": None}, True),
         ({"n": 2}, False),
         ({"logprobs": True, "top_logprobs": 3}, True),
-        ({"reasoning_budget": 5}, False),
+        ({"reasoning_budget": 5}, True),
     ],
 )
 def test_answers_that_one_stream_cannot_continue_stay_where_they_begin(fields: dict[str, Any], movable: bool) -> None:

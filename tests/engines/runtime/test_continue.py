@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from engines.runtime.generation import Piece
+from engines.runtime.journal import Head, JournalWriter, begun, read_journal
+from engines.runtime.llama import Vocabulary
+from engines.runtime.replay import replay
 from tests.engine_client import Answer, post
 from tests.engine_process import EngineProcess
+from tests.engines.runtime.test_core import generation
 from tests.synthetic_gguf import SyntheticModel
 
 Pair = tuple[EngineProcess, EngineProcess]
@@ -167,3 +172,17 @@ def test_another_models_tokens_are_refused(pair: Pair) -> None:
     path, body = REQUESTS["greedy"]
     answer = continued(pair[0], path, body, '{"seed":1,"created":1,"tokenizer":"other"}\n')
     assert (answer.status, answer.value["error"]["code"]) == (422, "state_incompatible")
+
+
+def test_what_was_drafted_and_waited_for_is_counted_on(tiny_vocabulary: Vocabulary) -> None:
+    one = generation([1, 2], 9, drafts=3, drafted_tokens=7, accepted_tokens=5, restore_s=0.5, prompt_wait_s=0.25)
+    one.started_at, one.first_token_at, one.cached_tokens = one.queued_at + 1, one.queued_at + 2, 2
+    writer = JournalWriter([one])
+    writer.note(Piece(token_ids=(5, 6)))
+    frames = begun(Head(1, 1, "")) + writer.mark()
+    lines = [frame.partition(b"\ndata: ")[2] for frame in frames.split(b"\n\n")]
+    again = generation([1, 2], 9)
+    replay(read_journal(b"\n".join(lines)), [again], tiny_vocabulary, 3.0)
+    assert (again.tokens, again.cached_tokens) == ([1, 2, 5, 6], 2)
+    assert (again.drafts, again.drafted_tokens, again.accepted_tokens) == (3, 7, 5)
+    assert (again.restore_s, again.prompt_wait_s) == (0.5, 0.25)

@@ -12,7 +12,7 @@ import pytest
 
 from engines.errors import EngineError, RpcRefused
 from engines.rpc_handoff import HandoffClient
-from engines.wire_handoff import AdoptBody, AskBody
+from engines.wire_handoff import PLACES, AdoptBody, AskBody
 from tests.engines.runtime.handoff_pair import (
     PATH,
     SECRET,
@@ -64,6 +64,29 @@ async def test_a_stream_that_moves_twice_is_the_one_that_stayed(
     async with web.post(home.base_url + PATH, json=next_turn, headers=headers(session, "r2")) as response:
         cached = (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= 0.9 * (moving.usage["prompt_tokens"] + moving.usage["completion_tokens"])
+
+
+async def test_a_long_idle_conversation_comes_in_several_exchanges(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
+) -> None:
+    home, away = pair("qwen35moe")
+    talk = [{"role": "user", "content": "Count the pebbles of a long beach, one by one. " * 60}]
+    async with web.post(
+        home.base_url + PATH, json=body(messages=talk, count=8, stream=False), headers=headers(session, "r1")
+    ) as response:
+        first = (await response.json())["choices"][0]["message"]["content"]
+    moved = await asked_to_move(session, home, away, 1)
+    assert (moved.kind, moved.way, moved.skipped_bytes) == ("idle", "shelf", 0)
+    assert moved.tokens > PLACES * (home.config.kv_block_tokens or 0)
+    assert moved.sent_bytes == moved.total_bytes
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "And then?"}]
+    request = body(messages=talk, count=8, stream=False)
+    async with web.post(away.base_url + PATH, json=request, headers=headers(session, "r2")) as response:
+        answer = await response.json()
+    async with web.post(home.base_url + PATH, json={**request, "cache_prompt": False}) as response:
+        alone = await response.json()
+    assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.9 * moved.tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen35", marks=pytest.mark.soak), "qwen35moe"])

@@ -13,6 +13,9 @@ from engines.errors import StateInvalid
 from engines.runtime.arena import Arena
 from engines.runtime.handoff_shelf import Offering, Shelves
 from engines.runtime.prefix_marks import longest_marked, marks_of
+from engines.runtime.state_forms import checksum_of
+from engines.runtime.state_snapshot import StatePiece
+from engines.runtime.state_transfer import Delivery
 from engines.wire_handoff import PrefixMark, ShelfOffer
 
 SIZE_BYTES = 1 << 20
@@ -44,6 +47,30 @@ def test_what_is_written_on_a_shelf_is_read_by_who_took_it(arena: Arena, tmp_pat
     with Offering(arena) as again:
         assert again is not None
         assert shelves.take(again) is shelf
+
+
+def test_a_flipped_bit_on_a_shelf_is_found(arena: Arena, tmp_path: Path) -> None:
+    with Offering(arena) as offer:
+        assert offer is not None
+        shelf = Shelves(tmp_path).take(offer)
+    assert shelf is not None
+    buffer = arena.take_now(5000)
+    assert buffer is not None
+    buffer.data[:] = 7
+    piece = StatePiece("block", 0, 8, 5000)
+    there = Delivery(piece, shelf.piece(buffer.offset, 5000), buffer.free, checksum_of(buffer.data.data), checksum_of)
+    there.check()
+    buffer.data[4321] ^= 1
+    with pytest.raises(StateInvalid, match="damaged"):
+        there.check()
+
+
+def test_an_offer_whose_file_has_gone_is_none(arena: Arena) -> None:
+    assert arena.path is not None
+    arena.path.unlink()
+    with Offering(arena) as offer:
+        assert offer is None
+    assert arena.free_bytes == arena.size_bytes
 
 
 def test_an_offer_that_is_not_this_very_file_is_declined(arena: Arena, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ size, change the order of sums and with it low bits, also without a move: no fau
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,14 +19,14 @@ from engines.api_constraint import constraint_spec
 from engines.api_schema import parse_chat_request
 from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
-from engines.runtime.generation import Generation, Mailbox
+from engines.runtime.generation import Generation
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_adopt import adopting
 from engines.runtime.state_follow import Leaving
 from engines.runtime.state_snapshot import Manifest
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_desk import desk_of
-from tests.engines.runtime.test_state_follow import FENCE, followed, rest_of
+from tests.engines.runtime.test_state_follow import FENCE, followed, gone_on, rest_of
 from tests.synthetic_gguf import SyntheticModel
 
 PROMPT_TOKENS, COUNT = 400, 200
@@ -105,8 +104,7 @@ async def test_a_prompt_computed_here_is_answered_there_to_the_bit(
                 await followed(leaving, arriving, work)
             manifest = Manifest.from_json((await leaving.stop()).to_json())
             await rest_of(leaving, arriving, manifest)
-            compiler = ConstraintCompiler(away.loaded.vocabulary)
-            moved = await arriving.go_on(manifest, compiler, Mailbox(), time.monotonic() + 60)
+            moved = await gone_on(arriving, manifest, away)
             await leaving.commit(FENCE)
         assert (await finished(moved)).error is None
         assert moved.tokens == alone.tokens

@@ -20,6 +20,7 @@ from engines.errors import (
     StateSharingOff,
     StateTooLarge,
 )
+from engines.runtime.arena import ALIGNMENT_BYTES
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.state_desk import RestoreTerms, StateDesk
@@ -97,6 +98,30 @@ async def test_pieces_that_are_queued_are_the_same_and_a_bad_one_leaves_nothing(
         await asyncio.gather(exported(desk), exported(desk, 1), run(core, prompt_of(model, 30), 5))
 
 
+async def test_a_last_part_that_is_taken_early_gives_way_where_there_is_no_other_room(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    model = tiny_model("qwen35")
+    async with desk_of(model) as (core, desk):
+        await run(core, prompt_of(model, 300), 10)
+        plain = await exported(desk)
+        assert core.llama is not None
+        core.llama.queues_states = True
+        async with await desk.export(0) as state:
+            largest = max(piece.size_bytes for piece in state.manifest.pieces)
+            others = await state.arena.take(state.arena.free_bytes - -(-largest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+            with others:
+                raw = b"".join([bytes(buffer) async for buffer in state])
+        assert raw == plain
+        # Whoever leaves before the end gives everything back.
+        async with await desk.export(0) as state:
+            free_bytes = state.arena.free_bytes
+            async for exported_piece in state.pieces():
+                exported_piece.buffer.free()
+                break
+        assert state.arena.free_bytes == free_bytes
+
+
 async def test_a_state_of_another_model_type_or_size_is_refused_by_name(
     tiny_model: Callable[..., SyntheticModel],
 ) -> None:
@@ -150,7 +175,7 @@ async def test_a_manifest_that_contradicts_itself_or_the_engine_is_refused(
             ({"tokens": (manifest.tokens[0] + 1, *manifest.tokens[1:])}, "other tokens"),
             ({"tokens": manifest.tokens[:-1]}, "cannot stand there"),
             ({"fingerprint": "nonsense"}, "no fingerprint"),
-            ({"version": 2}, "version 2"),
+            ({"version": 3}, "version 3"),
             ({"next_token": 1 << 20}, "beyond the vocabulary"),
         ]
         for change, words in changes:

@@ -18,13 +18,14 @@ from engines.runtime.generation import Generation as Work
 from engines.runtime.generation import Mailbox
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import SamplingParams
-from engines.runtime.state_adopt import Adopting, adopting
+from engines.runtime.state_adopt import Adopting, adopting, begin_together
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_follow import Leaving
 from engines.runtime.state_forms import checksum_of
-from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_snapshot import Manifest, resumed
 from engines.runtime.state_transfer import Delivery
+from engines.runtime.thinking_budget import ThinkingBudget
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.synthetic_gguf import SyntheticModel
@@ -34,6 +35,7 @@ COUNT = 450
 SETTINGS: dict[str, Any] = {"slots": 2, "context_tokens": 1024}
 FENCE = 7
 GREEDY = SamplingParams(temperature=0)
+END_OF_THOUGHT = (40, 41, 42)
 
 
 def endless(core: EngineCore, model: SyntheticModel, params: SamplingParams = GREEDY, **fields: Any) -> Work:
@@ -42,6 +44,10 @@ def endless(core: EngineCore, model: SyntheticModel, params: SamplingParams = GR
     return generation(
         prompt_of(model, 100), COUNT, params=replace(params, logit_bias=bias), reuse_prefix=False, **fields
     )
+
+
+def budget(core: EngineCore) -> ThinkingBudget:
+    return ThinkingBudget(45, core.loaded.vocabulary.pieces, END_OF_THOUGHT, opens_thought=True)
 
 
 async def left_alone(core: EngineCore, model: SyntheticModel, params: SamplingParams = GREEDY, **fields: Any) -> Any:
@@ -90,6 +96,15 @@ async def rest_of(leaving: Leaving, arriving: Adopting, manifest: Manifest) -> N
     assert not wanted
 
 
+async def gone_on(arriving: Adopting, manifest: Manifest, away: EngineCore) -> Work:
+    def compiler() -> ConstraintCompiler:
+        return ConstraintCompiler(away.loaded.vocabulary)
+
+    going = resumed(manifest, away.loaded, compiler, Mailbox(), time.monotonic() + 60)
+    await begin_together([(arriving, manifest)], [going])
+    return going
+
+
 @pytest.mark.parametrize(
     ("architecture", "params", "drafts"),
     [
@@ -106,8 +121,11 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
     settings = SETTINGS | ({"speculation": "mtp", "draft_tokens": 3} if drafts else {})
     fields: dict[str, Any] = {"draft_min": 3} if drafts else {}
     async with desk_of(model, **settings) as (home, desk), desk_of(model, **settings) as (away, other):
-        alone, whole = await left_alone(home, model, params, **fields)
-        work = endless(home, model, params, session="s", tenant="ab", **fields)
+        # Reasoning that the prompt opened, and that is ended behind the move.
+        thinks = architecture == "llama"
+        alone, whole = await left_alone(home, model, params, **fields, thinking_budget=budget(home) if thinks else None)
+        fields |= {"session": "s", "tenant": "ab", "thinking_budget": budget(home) if thinks else None}
+        work = endless(home, model, params, **fields)
         terms, theirs = await desk.terms(), await other.terms()
         text = await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
@@ -117,8 +135,7 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
             manifest = Manifest.from_json((await leaving.stop()).to_json())
             text += "".join(piece.text for piece in await work.mailbox.take(0.01))
             await rest_of(leaving, arriving, manifest)
-            compiler = ConstraintCompiler(away.loaded.vocabulary)
-            moved = await arriving.go_on(manifest, compiler, Mailbox(), time.monotonic() + 60)
+            moved = await gone_on(arriving, manifest, away)
             await leaving.commit(FENCE)
         last = (await work.mailbox.take(10))[-1]
         assert last.finish_reason == "moved"
@@ -132,6 +149,10 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
         assert away.metrics.preemptions._value.get() == 0
         if drafts:
             assert moved.accepted_tokens == moved.drafted_tokens > 100
+            # Counted over both engines: a round more or less, where it was stopped.
+            assert abs(moved.accepted_tokens - alone.accepted_tokens) <= 6
+        if thinks:
+            assert tuple(moved.tokens[145:148]) == END_OF_THOUGHT
 
 
 @pytest.mark.parametrize(
@@ -225,7 +246,7 @@ async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[...,
             manifest = await leaving.stop()
             with pytest.raises(StateInvalid, match=r"not those that|did not come in"):
                 await arriving.complete(manifest)
-                await arriving.go_on(manifest, ConstraintCompiler(away.loaded.vocabulary), Mailbox(), 0)
+                await gone_on(arriving, manifest, away)
 
     async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
         for wrong in (True, False):
@@ -248,6 +269,7 @@ async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
             before = [list(slot.sequence.tokens) for slot in away.cache.slots]
             assert held.tokens[:-1] in before
             # An exchange that was under way, and whoever ends the move once more.
+            await text_until(work, leaving.sent_tokens + terms.block_tokens + 2)
             exported = await anext(leaving.finished_blocks())
             with pytest.raises(StateInvalid, match="move is over"):
                 await arriving.take(work.tokens[exported.piece.start : exported.piece.end], delivery_of(exported))

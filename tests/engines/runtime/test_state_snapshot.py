@@ -14,14 +14,22 @@ import pytest
 from engines.api_constraint import ConstraintSpec, constraint_spec
 from engines.api_schema import ChatRequest
 from engines.config import EngineConfig
-from engines.errors import StateInvalid
+from engines.errors import GenerationStays, StateInvalid
+from engines.runtime import state_snapshot
 from engines.runtime.constraint import Constraint, ConstraintCompiler
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.llama import Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import Sampler, SamplingParams
 from engines.runtime.state_codec import StateCodec
-from engines.runtime.state_snapshot import GenerationState, Manifest, StatePiece, captured, resumed
+from engines.runtime.state_snapshot import (
+    GenerationState,
+    Manifest,
+    StatePiece,
+    captured,
+    require_tellable,
+    resumed,
+)
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_codec import Pieces, done, exported, import_all, two
 from tests.synthetic_gguf import SyntheticModel
@@ -77,7 +85,7 @@ async def test_a_running_generation_goes_on_elsewhere(
         def go_on(cache: PrefixCache, codec: StateCodec) -> Generation:
             import_all(codec, cache.slots[0].sequence, pieces)
             llama = cache.slots[0].sequence.llama
-            return resumed(manifest, llama, compilers[b], Mailbox(), time.monotonic() + 60)
+            return resumed(manifest, llama, lambda: compilers[b], Mailbox(), time.monotonic() + 60)
 
         moved = await done(b, go_on)
         assert moved.tokens == manifest.all_tokens
@@ -129,6 +137,30 @@ def test_a_manifest_that_is_no_json_or_claims_too_much_is_refused() -> None:
     for wrong in ({"prompt_tokens": 9}, {"prompt_tokens": 0}, {"draws": -1}, {"held_text": bytes(1 << 17)}):
         with pytest.raises(StateInvalid):
             Manifest.from_json(manifest(generation=replace(running, **wrong)).to_json())
+
+
+def test_a_manifest_of_the_version_before_is_read_and_a_later_one_is_refused_as_that() -> None:
+    values = json.loads(manifest().to_json())
+    new = ("thinking", "drafts", "drafted_tokens", "accepted_tokens", "restore_s", "prompt_wait_s")
+    running = {key: value for key, value in values["generation"].items() if key not in new}
+    before = Manifest.from_json(json.dumps({**values, "version": 1, "generation": running}).encode())
+    assert before.generation == manifest().generation
+    later = {**values, "version": 3, "generation": {**running, "mood": 1}}
+    with pytest.raises(StateInvalid, match="version 3"):
+        Manifest.from_json(json.dumps(later).encode())
+
+
+def test_what_more_is_to_be_told_of_a_request_than_is_read_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = replace(SAMPLED, top_logprobs=20)
+    choices = [generation([1, 2], 9000, params=params, choice=number) for number in range(2)]
+    for one in choices:
+        one.tokens, one.text.said = [1, 2, *[3] * 8000], [(1, ())]
+        require_tellable([one])
+    with pytest.raises(GenerationStays):
+        require_tellable(choices)
+    monkeypatch.setattr(state_snapshot, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(GenerationStays):
+        manifest().to_json()
 
 
 def test_skipping_draws_is_drawing(tiny_model: Callable[..., SyntheticModel]) -> None:

@@ -1,0 +1,236 @@
+"""One owner of a generation that moves, however slow the target's answers come and whoever waits there for a slot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from engines.errors import EngineError
+from engines.rpc_handoff import HandoffClient
+from engines.runtime import handoff_live, state_follow
+from engines.runtime.core import EngineCore
+from engines.runtime.generation import Generation, Piece
+from engines.runtime.handoff_out import LeavingHandoffs
+from engines.runtime.http_rates import sessions_held
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.sampler import SamplingParams
+from engines.runtime.state_forget import forget_moved
+from engines.wire_handoff import AdoptedAnswer, AskBody, HandoffBody
+from tests.engine_process import EngineProcess
+from tests.engines.runtime.handoff_pair import SECRET, TENANT, Follower, body, engine_of, name_of, stayed
+from tests.engines.runtime.test_core import generation, prompt_of, run
+from tests.engines.runtime.test_state_desk import desk_of
+from tests.synthetic_gguf import SyntheticModel
+
+HANDOFF, COUNT = "h1", 1500
+
+
+@dataclass
+class HeldAnswers:
+    """Stands before a target: from the manifest on its answers, or what it is sent, are held back until `released` is set."""
+
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    is_holding: asyncio.Event = field(default_factory=asyncio.Event)
+    port: int = 0
+    holds_manifest: bool = False
+
+    @asynccontextmanager
+    async def before(self, target: EngineProcess) -> AsyncIterator[HeldAnswers]:
+        async def pass_on(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: Callable[[bytes], Any] | None
+        ) -> None:
+            try:
+                while data := await reader.read(1 << 16):
+                    if seen is not None:
+                        seen(data)
+                        if self.holds_manifest and self.is_holding.is_set():
+                            await self.released.wait()
+                    elif self.is_holding.is_set():
+                        await self.released.wait()
+                    writer.write(data)
+                    await writer.drain()
+            except ConnectionError:
+                pass  # one of both has gone
+            finally:
+                writer.close()
+
+        def look(data: bytes) -> None:
+            if b'"moves_with"' in data:
+                self.is_holding.set()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection("127.0.0.1", target.config.rpc_port)
+            await asyncio.gather(pass_on(reader, back, look), pass_on(there, writer, None))
+
+        async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+            self.port = server.sockets[0].getsockname()[1]
+            yield self
+            self.released.set()
+
+
+class Reader:
+    """Reads a generation's pieces as a stream does."""
+
+    def __init__(self, work: Generation) -> None:
+        self.text, self.events, self.last = "", list[str](), Piece()
+        self._task = asyncio.create_task(self._read(work))
+
+    async def _read(self, work: Generation) -> None:
+        while not self.last.is_last:
+            for piece in await work.mailbox.take(1.0):
+                self.text += piece.text
+                self.events += [f"moving {piece.moving}"] if piece.moving else []
+                self.events += [f"stays {piece.stays}"] if piece.stays else []
+                if piece.told is not None:
+                    piece.told.set()
+                if piece.is_last:
+                    self.last = piece
+
+    async def end(self) -> Piece:
+        async with asyncio.timeout(60):
+            await self._task
+        return self.last
+
+
+def followed(core: EngineCore, model: SyntheticModel) -> Generation:
+    bias = tuple((token, float("-inf")) for token in core.loaded.vocabulary.end_tokens)
+    params = SamplingParams(temperature=0, logit_bias=bias)
+    work = generation(prompt_of(model, 100), COUNT, params=params, tenant=TENANT, session="s", followed=True)
+    work.siblings = (work,)
+    return work
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def asked(target: EngineProcess) -> AdoptedAnswer:
+    async with HandoffClient("127.0.0.1", target.config.rpc_port, secret=SECRET) as client:
+        return await client.adopt_ask(AskBody(HANDOFF, 1))
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_a_stop_that_takes_long_has_one_owner_in_the_end(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_told: bool
+) -> None:
+    """The target goes on, and its answers are held back: longer than a stop lasts, or longer than anybody asks."""
+    monkeypatch.setattr(state_follow, "STOP_LIMIT_S", 0.6)
+    monkeypatch.setattr(handoff_live, "REST_LIMIT_S", 0.4)
+    monkeypatch.setattr(handoff_live, "UNHEARD_S", 60.0 if is_told else 0.5)
+    monkeypatch.setattr(handoff_live, "ASK_PATIENCE_S", 0.4)
+    model = tiny_model("llama", tie_free=True)
+    held = HeldAnswers()
+    with engine_of(tmp_path, model) as target:
+        async with desk_of(model, slots=2, context_tokens=4096) as (core, desk), held.before(target):
+            work = followed(core, model)
+            core.submit(work)
+            reader = Reader(work)
+            await until(lambda: work.new_tokens > 20)
+            leaving = LeavingHandoffs(core, desk)
+            moving = asyncio.create_task(
+                leaving.move(HandoffBody(HANDOFF, 1, "s", "127.0.0.1", held.port, SECRET, 30.0))
+            )
+            await held.is_holding.wait()
+            stopped_tokens = work.new_tokens
+            if is_told:
+                await asyncio.sleep(1.0)
+                assert work.new_tokens == stopped_tokens
+                held.released.set()
+                answer = await moving
+                assert (answer.kind, (await reader.end()).finish_reason) == ("live", "moved")
+                assert work.new_tokens == stopped_tokens
+                assert (await asked(target)).state == "going"
+                assert set(reader.events) == {f"moving {HANDOFF}"}
+            else:
+                assert (await asked(target)).state in ("open", "going")
+                await until(lambda: work.new_tokens > stopped_tokens)
+                assert (await asked(target)).state == "going"
+                held.released.set()
+                with pytest.raises(EngineError):
+                    await moving
+                assert (await asked(target)).state == "over"
+                await until(lambda: not any(slot["is_processing"] for slot in target.get("/slots")))
+                assert (await reader.end()).finish_reason == "length"
+                assert work.new_tokens == COUNT
+                assert reader.events[-1] == f"stays {HANDOFF}"
+            await leaving.close()
+
+
+async def test_who_arrives_goes_on_in_its_own_slot_whoever_waits_for_one(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, web: aiohttp.ClientSession, session: str
+) -> None:
+    model = tiny_model("llama", tie_free=True)
+    settings = {"slots": 1, "host_cache_bytes": 0, "queue_limit": 1}
+    with engine_of(tmp_path, model, **settings) as home, engine_of(tmp_path, model, **settings) as away:
+        request = body(count=1500)
+        moving, held = Follower(web, session, request, "p1"), HeldAnswers(holds_manifest=True)
+        async with held.before(away), HandoffClient("127.0.0.1", home.config.rpc_port, secret=SECRET) as client:
+            reading = asyncio.ensure_future(moving.read(home, {1: away}))
+            await moving.until(20)
+            move = HandoffBody(name_of(session, 1), 1, session, "127.0.0.1", held.port, SECRET, 30.0)
+            asking = asyncio.ensure_future(client.handoff(move))
+            await held.is_holding.wait()
+            # It waits for the one slot, and fills the line.
+            other = asyncio.ensure_future(stayed(web, away, body("Else. " * 8, count=40)))
+            await until(lambda: figure(away, "llamacpp:requests_deferred") == 1)
+            held.released.set()
+            assert (await asking).kind == "live"
+            await reading
+        others_usage = (await other).usage
+        computed = figure(away, "llamacpp:prompt_tokens_total")
+        assert moving.usage["completion_tokens"] == 1500
+        assert computed == others_usage["prompt_tokens"] - others_usage["prompt_tokens_details"]["cached_tokens"]
+        assert moving.text == (await stayed(web, home, {**request, "cache_prompt": False})).text
+
+
+def figure(engine: EngineProcess, name: str) -> float:
+    (line,) = [line for line in engine.text("/metrics").splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[-1])
+
+
+async def test_what_moved_is_forgotten_and_what_others_share_is_not(tiny_model: Callable[..., SyntheticModel]) -> None:
+    model = tiny_model("qwen35")
+    async with desk_of(model, slots=3, context_tokens=1024, checkpoint_min_tokens=16, host_cache_bytes=1 << 24) as (
+        core,
+        _,
+    ):
+        prompts = {"s": prompt_of(model, 120), "other": [*prompt_of(model, 120)[:80], *prompt_of(model, 60, 9)]}
+        for name, prompt in prompts.items():
+            fields = {"tenant": TENANT, "session": name, "system_cut": 80, "cuts": [80, 110]}
+            assert (await run(core, prompt, 8, **fields)).new_tokens == 8
+
+        def put_away(cache: PrefixCache) -> Generator[None, None, list[int]]:
+            yield from ()
+            for slot in cache.slots:
+                cache.host.save(slot.sequence)
+            slot = next(slot for slot in cache.slots if slot.sequence.origin.session == "s")
+            tokens, origin = slot.sequence.tokens, slot.sequence.origin
+            slot.sequence.clear()
+            forget_moved(cache, tokens, origin)
+            return [len(c.sequence) for c in cache.checkpoints if c.sequence.origin.session == "s"]
+
+        # Its system prompt is what the other conversation begins with, too.
+        assert await core.perform(put_away) == [80]
+        assert [entry.origin.session for entry in core.cache.host] == ["other"]
+        assert list(sessions_held(core.cache)) == ["other"]
+
+
+async def test_a_request_whose_prefix_comes_in_is_on_its_way(tiny_model: Callable[..., SyntheticModel]) -> None:
+    """An older turn of the session that lies idle must not move while its next one is about to begin."""
+    model = tiny_model("llama")
+    async with desk_of(model, slots=2, context_tokens=1024) as (core, desk):
+        await run(core, prompt_of(model, 60), 4, tenant=TENANT, session="s")
+        leaving, coming = LeavingHandoffs(core, desk), generation(prompt_of(model, 90), 4, session="s")
+        assert not (await leaving._session("s")).is_pending
+        core.landing._coming.add(coming)
+        assert (await leaving._session("s")).is_pending
+        core.landing.take_all()
