@@ -51,5 +51,7 @@ LIVE = frozenset(
 )
 # Requests may be sent to it.
 SERVING = frozenset({EngineState.READY})
+# Its conversations may leave for another engine.
+HANDING_OVER = frozenset({EngineState.READY, EngineState.DRAINING})
 # No process of it is meant to exist; a start may be claimed from here.
 TERMINAL = frozenset({EngineState.STOPPED, EngineState.FAILED})

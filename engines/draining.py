@@ -33,7 +33,7 @@ def may_stop(engine_id: int, epoch: int) -> bool | None:
     age_s = _age_s(engine.state_since)
     if age_s > DRAIN_DEADLINE_S:
         return True
-    if age_s <= SETTLE_S or running(engine_id):
+    if age_s <= SETTLE_S or _is_held(engine) or running(engine_id):
         return False
     # Twice: between two steps a request may have left the line and not yet a slot.
     time.sleep(BETWEEN_LOOKS_S)
@@ -68,6 +68,11 @@ def running(engine_id: int) -> int:
         return 1  # It may be at work and slow; its deadline bounds that.
     finally:
         connection.close()
+
+
+def _is_held(engine: Engine) -> bool:
+    """Whether its conversations are still on their way to other engines."""
+    return engine.held_until is not None and engine.held_until > database_now()
 
 
 def _age_s(since: datetime) -> float:

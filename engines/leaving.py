@@ -8,6 +8,7 @@ import json
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models.functions import Now
 
 from engines import engine_rows
 from engines.choices import LIVE, SERVING, Wanted
@@ -27,9 +28,9 @@ def idle_engines() -> frozenset[int]:
     age_s = pools.leaving_host_ages_s().get(settings.HYDRA_HOST_NAME)
     if age_s is None or age_s < SETTLE_S:
         return frozenset()
-    serving = Engine.objects.filter(
-        host__name=settings.HYDRA_HOST_NAME, state__in=SERVING, http_port__isnull=False
-    ).values_list("pk", "host__address", "http_port", "rpc_secret")
+    here = Engine.objects.filter(host__name=settings.HYDRA_HOST_NAME, state__in=SERVING, http_port__isnull=False)
+    # Whose conversations are on their way elsewhere waits for the last of them.
+    serving = here.exclude(held_until__gt=Now()).values_list("pk", "host__address", "http_port", "rpc_secret")
     return frozenset(pk for pk, *where in serving if _is_idle(*where))
 
 

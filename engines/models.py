@@ -1,6 +1,6 @@
 """Rows of engines and of hosts' stores: what is wanted, what is, and which process it is.
 
-Only `engines.services`, `engines.engine_rows` and `engines.store_rows` write them.
+Only `engines.services`, `engines.engine_rows`, `engines.emptying` and `engines.store_rows` write them.
 """
 
 from django.core.validators import MaxValueValidator, MinValueValidator
@@ -18,6 +18,7 @@ class Engine(models.Model):
     boot), `http_port` and `rpc_port` name the process of the states LIVE; whoever has `rpc_secret` may use its binary
     protocol. `restarts` counts failures since the engine last ran steadily or a person started it. One that was asked for on
     demand and `waits_for` others starts when they are gone; `load_progress` is the loaded share while it is `starting`.
+    One that does not `takes_new` requests is being emptied, or was; until `held_until` nobody stops it for being idle.
     """
 
     name = models.SlugField(max_length=63, unique=True)
@@ -48,6 +49,8 @@ class Engine(models.Model):
     load_progress = models.FloatField(null=True, blank=True)
     load_s = models.FloatField(null=True, blank=True, help_text="How long its last start took.")
     last_used_at = models.DateTimeField(null=True, blank=True)
+    takes_new = models.BooleanField(default=True, db_default=True, editable=False)
+    held_until = models.DateTimeField(null=True, blank=True, editable=False)
     epoch = models.PositiveIntegerField(default=0)
     pid = models.PositiveIntegerField(null=True, blank=True)
     pid_start_time = models.FloatField(null=True, blank=True)

@@ -17,7 +17,7 @@ from kombu.exceptions import OperationalError as BrokerError
 
 from engines import engine_rows, store_rows
 from engines.addresses import http_url
-from engines.choices import SERVING, TERMINAL, EngineState, StopReason, Wanted
+from engines.choices import HANDING_OVER, SERVING, TERMINAL, EngineState, StopReason, Wanted
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.http_secret import http_secret
 from engines.models import Engine
@@ -83,6 +83,7 @@ class EngineView:
     restarts: int
     last_seen_at: datetime | None
     ready_at: datetime | None
+    takes_new: bool = True
     secret: str = field(default="", repr=False)
 
 
@@ -141,6 +142,8 @@ def start(engine_id: int) -> bool:
         restarts=0,
         stop_reason=StopReason.NONE,
         waits_for=[],
+        takes_new=True,
+        held_until=None,
     )
 
 
@@ -266,9 +269,24 @@ def serving_engines(model_name: str | None = None) -> list[EngineEndpoint]:
     return _endpoints(Q(variant__model__name=model_name) if model_name else Q())
 
 
-def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
+def holding_engines(model_name: str | None = None) -> list[EngineEndpoint]:
+    """The engines that may hold conversations of a model (None: of any), those too that take nothing new."""
+    return _endpoints(Q(variant__model__name=model_name) if model_name else Q(), _HOLDS)
+
+
+def takes_requests(engine_id: int | None) -> bool:
+    """Whether requests are sent to this engine now."""
+    return Engine.objects.filter(_TAKES, pk=engine_id, http_port__isnull=False).exists()
+
+
+# Who is sent requests; and who can still be asked for what it holds.
+_TAKES = Q(state__in=SERVING, host__duty="active", takes_new=True)
+_HOLDS = Q(state__in=HANDING_OVER)
+
+
+def _endpoints(asked_for: Q, among: Q = _TAKES) -> list[EngineEndpoint]:
     serving = (
-        Engine.objects.filter(asked_for, state__in=SERVING, http_port__isnull=False, host__duty="active")
+        Engine.objects.filter(asked_for, among, http_port__isnull=False)
         .order_by("pk")
         .values_list(
             "pk",
@@ -307,9 +325,10 @@ def _endpoints(asked_for: Q) -> list[EngineEndpoint]:
     ]
 
 
-def engine_rpc(engine_id: int) -> EngineRpc | None:
-    """Where a serving engine speaks the binary protocol; None for one that does not serve."""
-    engine = Engine.objects.filter(pk=engine_id, state__in=SERVING, rpc_port__isnull=False)
+def engine_rpc(engine_id: int, *, leaving: bool = False) -> EngineRpc | None:
+    """Where a serving engine speaks the binary protocol; None for one that does not serve. `leaving`: or finishes what it has."""
+    states = HANDING_OVER if leaving else SERVING
+    engine = Engine.objects.filter(pk=engine_id, state__in=states, rpc_port__isnull=False)
     values = engine.values_list("pk", "host__address", "rpc_port", "rpc_secret").first()
     return None if values is None else EngineRpc(*values)
 

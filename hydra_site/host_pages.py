@@ -9,8 +9,10 @@ from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBadReque
 from django.shortcuts import redirect
 from django.views.decorators.http import require_POST
 
-from pools import services as pools
 from pools.choices import HostDuty
+from sessions import drains
+from sessions.choices import DrainKind
+from sessions.errors import DrainGoesOn, DrainUnknown
 
 _DUTIES = {"drain": HostDuty.DRAINING, "serve": HostDuty.ACTIVE}
 
@@ -18,17 +20,27 @@ _DUTIES = {"drain": HostDuty.DRAINING, "serve": HostDuty.ACTIVE}
 @require_POST
 @login_required
 def duty(request: HttpRequest, host_id: int) -> HttpResponse:
-    """Drain a host, or let it serve again: the form field `duty` says which. Its engines follow within seconds."""
+    """Drain a host, or let it serve again: the form field `duty` says which. Its conversations and engines follow."""
     if not request.user.is_staff:
         raise PermissionDenied
     wanted = _DUTIES.get(request.POST.get("duty", ""))
     if wanted is None:
         return HttpResponseBadRequest("duty is one of: " + ", ".join(_DUTIES))
-    name = next((host.name for host in pools.host_views() if host.id == host_id), None)
-    if name is None:
-        raise Http404
-    if pools.change_duty(host_id, wanted):
-        messages.success(request, f"{name} {wanted.label}.")
+    try:
+        subject = drains.subject_of(DrainKind.HOST, host_id)
+    except DrainUnknown as error:
+        raise Http404 from error
+    if _changed(subject, wanted, request.user.pk):
+        messages.success(request, f"{subject.name} {wanted.label}.")
     else:
-        messages.warning(request, f"{name} cannot be told that: it is so already, or it has left the pool.")
+        messages.warning(request, f"{subject.name} cannot be told that: it is so already, or it has left the pool.")
     return redirect("dashboard")
+
+
+def _changed(subject: drains.Subject, wanted: HostDuty, user_id: int) -> bool:
+    if wanted == HostDuty.ACTIVE:
+        return drains.serve_again(subject)
+    try:
+        return bool(drains.begin(subject, stops=True, user_id=user_id))
+    except DrainGoesOn:
+        return False

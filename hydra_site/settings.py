@@ -135,6 +135,7 @@ CELERY_BEAT_SCHEDULE = {
     "sweep-jobs": {"task": "pools.tasks.sweep_jobs", "schedule": 20.0, "options": {"expires": 20}},
     "sweep-leases": {"task": "sessions.tasks.sweep_leases", "schedule": 30.0, "options": {"expires": 30}},
     "sweep-handoffs": {"task": "sessions.tasks.sweep_handoffs", "schedule": 30.0, "options": {"expires": 30}},
+    "sweep-drains": {"task": "sessions.tasks.sweep_drains", "schedule": 10.0, "options": {"expires": 10}},
     "kv-loss": {"task": "sessions.tasks.measure_kv_loss", "schedule": 20.0, "options": {"expires": 20}},
     "sweep-turns": {"task": "sessions.tasks.sweep_turns", "schedule": 300.0, "options": {"expires": 300}},
 }

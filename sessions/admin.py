@@ -17,8 +17,10 @@ from unfold.forms import ActionForm
 from unfold.views import ChangeList
 
 from engines.errors import EngineError
-from sessions import api_keys, kv_losses, lifecycle, snapshots, why_here
+from sessions import api_keys, drain_admin, kv_losses, lifecycle, snapshots, why_here
 from sessions.models import ApiKey, ChatSession, Handoff, KvLoss, Snapshot, Turn
+
+__all__ = ["drain_admin"]  # registers its pages by being imported
 
 
 class NewKeyForm(forms.ModelForm):
@@ -204,6 +206,7 @@ class HandoffAdmin(RecordAdmin):
         "source",
         "target",
         "state",
+        "cause",
         "kind",
         "tokens",
         "sent_bytes",
@@ -214,7 +217,7 @@ class HandoffAdmin(RecordAdmin):
         "reason",
         "created_at",
     ]
-    list_filter = ["state", "kind", "source", "target"]
+    list_filter = ["state", "cause", "kind", "source", "target"]
     search_fields = ["reason", "request_id"]
     list_select_related = ["chat", "source", "target"]
     date_hierarchy = "created_at"

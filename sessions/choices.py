@@ -15,6 +15,31 @@ class TurnState(models.TextChoices):
     CANCELLED = "cancelled", "cancelled"
 
 
+class DrainKind(models.TextChoices):
+    """What gets empty."""
+
+    ENGINE = "engine", "engine"
+    CARD = "card", "card"
+    HOST = "host", "host"
+
+
+class DrainState(models.TextChoices):
+    """running → done (nothing is left there), partial (some conversations stay) or ended (a person had it serve again)."""
+
+    RUNNING = "running", "goes on"
+    DONE = "done", "empty"
+    PARTIAL = "partial", "some stay"
+    ENDED = "ended", "ended by a person"
+
+
+class HandoffCause(models.TextChoices):
+    """Why a conversation moves."""
+
+    ASKED = "asked", "asked for"
+    DRAIN = "drain", "its engine gets empty"
+    SPLIT = "split", "one computes, another writes"
+
+
 class HandoffState(models.TextChoices):
     PLANNED = "planned", "planned"
     RUNNING = "running", "running"

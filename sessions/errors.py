@@ -15,6 +15,9 @@ SessionError (an EngineError, whose shape it has)
 ├── StreamStopped            409  a resumable stream was stopped before its engine had answered
 ├── SessionBusy              409  a request of the conversation runs
 ├── SessionStays             409  the conversation cannot be parked or moved as it is
+├── DrainUnknown             404  there is no such engine, card, host or drain
+├── NothingToDrain           409  no engine runs on what is to get empty
+├── DrainGoesOn              409  it is being drained already
 ├── RequestInProgress        409  a request with this Idempotency-Key runs on another replica
 ├── PoolBusy                 429  every engine of the model has as many requests as it may
 └── TooManyStreams           429  no place for another resumable stream
@@ -146,6 +149,24 @@ class SessionBusy(SessionError):
 
 class SessionStays(SessionError):
     code = "session_stays"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class DrainUnknown(SessionError):
+    code = "drain_unknown"
+    http_status = 404
+    error_type = "not_found_error"
+
+
+class NothingToDrain(SessionError):
+    code = "nothing_to_drain"
+    http_status = 409
+    error_type = "invalid_request_error"
+
+
+class DrainGoesOn(SessionError):
+    code = "drain_goes_on"
     http_status = 409
     error_type = "invalid_request_error"
 

@@ -1,34 +1,46 @@
-"""An engine, a card or a host gets empty: first a preview of what would go where and at what price, then the moves, live.
+"""What would move where, and at what price, if engines got empty: asked of the engines just now, planned without I/O.
 
-Conversations that run go on at their new engines in the middle of an answer; those that are idle are there for their next turn.
-What finds no room is left where it is, with the reason.
+What runs is placed first, then what is idle, the one used last first. A target's idle conversations make way for what comes, as
+they would for any request; what runs there does not. What finds no room stays where it is, with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from django.db.models import Q
+from django.db.models.functions import Now
 
 from engines import services as engines
 from engines.client import EngineClient
-from engines.errors import EngineError, EngineUnreachable
+from engines.config import SlotView
+from engines.errors import EngineUnreachable
 from engines.rates_view import EngineRates
 from engines.services import EngineEndpoint
 from pools.db import in_db
-from sessions import handoffs, lifecycle
+from sessions import handoffs
+from sessions.choices import HandoffState
+from sessions.models import ChatSession, SlotLease
 
-# Moves from which bytes and pauses are foretold.
+# Moves from which pauses are foretold.
 KNOWN_MOVES = 50
+# What a running answer may grow by meanwhile.
 ROOM_TOKENS = 512
+UNKNOWN = "nobody knows whose it is: its rows are gone"
+NO_STATE = "its engine gives no state away"
+NOBODY_SHARES = "no other engine may share this engine's state"
+TOO_LONG = "it is longer than the context of every other engine"
+NO_CELLS = "what runs on the other engines leaves no room for it"
+NO_SLOT = "every slot of the other engines works"
 
 
 @dataclass(frozen=True)
 class PlannedMove:
-    """One conversation of an engine. `target` is "" and `reason` says why where it must stay. Bytes and pause are foretold from
-    former moves of the model, None while there is none."""
+    """One conversation of an engine. `target` is "" and `reason` says why where it must stay. Bytes are what its engine says a
+    token takes, else, as the pause, foretold from former moves of the model, None while there is none; one that is idle has none
+    (0). One that `displaces` pushes idle conversations out of the target's cache."""
 
     session: str
     source: str
@@ -37,95 +49,209 @@ class PlannedMove:
     foretold_bytes: int | None
     foretold_pause_ms: float | None
     reason: str = ""
+    running: bool = False
+    displaces: bool = False
+    title: str = ""
+    chat_id: int | None = None
+    source_id: int = 0
+    target_id: int = 0
+
+
+@dataclass(frozen=True)
+class Preview:
+    """`silent` are engines that are to get empty and do not answer; what they hold nobody can tell."""
+
+    moves: tuple[PlannedMove, ...]
+    silent: tuple[str, ...] = ()
+
+    @property
+    def going(self) -> tuple[PlannedMove, ...]:
+        return tuple(move for move in self.moves if move.target)
+
+    @property
+    def staying(self) -> tuple[PlannedMove, ...]:
+        return tuple(move for move in self.moves if not move.target)
+
+    @property
+    def foretold_bytes(self) -> int | None:
+        """Of all that would go; None where that of one is not known."""
+        sizes = [move.foretold_bytes for move in self.going]
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def longest_pause_ms(self) -> float | None:
+        """Of those that run; None where none does, or nothing is known."""
+        return max((move.foretold_pause_ms or 0.0 for move in self.going if move.running), default=0.0) or None
 
 
 @dataclass
-class _Place:
+class Place:
+    """An engine with what it told; `coming_*` is what the plan has sent there so far."""
+
     endpoint: EngineEndpoint
     rates: EngineRates
+    slots: Sequence[SlotView] = ()
+    coming_tokens: int = 0
+    coming_running: int = 0
     coming: int = 0
 
     @property
-    def free_tokens(self) -> int:
-        return self.rates.cells - self.rates.resident_tokens - self.coming
+    def busy_tokens(self) -> int:
+        """Cells that those who run or wait have or will need; a shared beginning counts for each."""
+        working = [slot for slot in self.slots if slot.state != "idle"]
+        taken = sum(max(slot.prompt_tokens, slot.prompt_done_tokens) + slot.decoded_tokens for slot in working)
+        begun = sum(slot.prompt_tokens - slot.prompt_done_tokens for slot in working if slot.state == "prefill")
+        return taken + max(0, sum(self.rates.pending_tokens) - begun)
+
+    @property
+    def room_tokens(self) -> int:
+        """Idle conversations make way."""
+        return self.rates.cells - self.busy_tokens - self.coming_tokens
+
+    @property
+    def unused_tokens(self) -> int:
+        return self.rates.cells - self.rates.resident_tokens - self.coming_tokens
+
+    @property
+    def free_slots(self) -> int:
+        return self.rates.free_slots - self.rates.queue_length - self.coming_running
 
 
-async def preview(leaving: Iterable[str]) -> list[PlannedMove]:
-    """What would move from the engines of these names. Raises an EngineError where one of them does not answer."""
-    names = frozenset(leaving)
-    endpoints = await in_db(engines.serving_engines, None)
-    places = [place for place in await asyncio.gather(*map(_place, endpoints)) if place is not None]
-    lost = names - {place.endpoint.name for place in places}
-    if lost:
-        raise EngineUnreachable(f"No serving engine is called {', '.join(sorted(lost))}, or it does not answer.")
-    others = [place for place in places if place.endpoint.name not in names]
-    planned = []
-    for place in places:
-        if place.endpoint.name in names:
-            bytes_per_token, pause_ms = await in_db(_known, place.endpoint.model_name)
-            for session, tokens in place.rates.sessions.items():
-                planned.append(_planned(place, session, tokens, others, bytes_per_token, pause_ms))
-    return planned
+@dataclass(frozen=True)
+class Known:
+    """What rows say: of conversations their keys and titles, which of them run where, and what moves of a model cost so far."""
+
+    chats: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    running: frozenset[tuple[int, str]] = frozenset()
+    costs: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
 
 
-def _planned(
-    source: _Place,
-    session: str,
-    tokens: int,
-    others: list[_Place],
-    bytes_per_token: float | None,
-    pause_ms: float | None,
-) -> PlannedMove:
-    foretold = None if bytes_per_token is None else round(bytes_per_token * tokens)
-    move = PlannedMove(session, source.endpoint.name, "", tokens, foretold, pause_ms)
-    alike = [
-        place
-        for place in others
-        if place.endpoint.model_name == source.endpoint.model_name and _may_share(place.rates, source.rates)
-    ]
-    if not alike:
-        return replace(move, reason="no other engine may share this engine's state")
-    roomy = [place for place in alike if place.rates.context_tokens >= tokens and place.free_tokens >= tokens]
-    if not roomy:
-        return replace(move, reason="no other engine has room for it")
-    best = max(roomy, key=lambda place: (place.rates.free_slots > 0, place.free_tokens))
-    best.coming += tokens + ROOM_TOKENS
-    return replace(move, target=best.endpoint.name)
+async def preview(leaving: Collection[int]) -> Preview:
+    """What would move from the engines of these ids."""
+    holding = await in_db(engines.holding_engines, None)
+    open_ids = {endpoint.engine_id for endpoint in await in_db(engines.serving_engines, None)}
+    asked = [one for one in holding if one.engine_id in open_ids or one.engine_id in leaving]
+    answers = await asyncio.gather(*map(_place, asked))
+    silent = [one.name for one, place in zip(asked, answers, strict=True) if place is None and one.engine_id in leaving]
+    places = [place for place in answers if isinstance(place, Place)]
+    sources = [place for place in places if place.endpoint.engine_id in leaving]
+    known = await in_db(_known, sources)
+    return Preview(tuple(planned(sources, [one for one in places if one not in sources], known)), tuple(silent))
 
 
-async def carry_out(planned: Iterable[PlannedMove]) -> list[PlannedMove]:
-    """One move after the other; those that came to nothing have their reason."""
-    done = []
-    for move in planned:
-        if not move.target:
-            done.append(move)
-            continue
-        try:
-            await lifecycle.migrate(None, move.session, move.target)
-        except EngineError as error:
-            done.append(replace(move, target="", reason=error.message))
-        else:
-            done.append(move)
-    return done
+def planned(sources: Sequence[Place], others: Sequence[Place], known: Known) -> list[PlannedMove]:
+    """Where the conversations of `sources` would go. What runs at another engine, or is held there as far, needs no move and is
+    left out."""
+    found: list[tuple[Place, PlannedMove]] = []
+    own = {place.endpoint.engine_id for place in sources}
+    elsewhere = {session for engine_id, session in known.running if engine_id not in own}
+    for place in sources:
+        held = dict(place.rates.sessions)
+        for engine_id, session in sorted(known.running):
+            if engine_id == place.endpoint.engine_id:
+                held.setdefault(session, 0)  # Nothing of it is computed yet.
+        for session, tokens in reversed(held.items()):
+            move = _described(place, session, tokens, known)
+            kept = max((other.rates.sessions.get(session, 0) for other in others), default=0)
+            if move.running or not (session in elsewhere or kept >= tokens):
+                found.append((place, move))
+    found.sort(key=lambda one: not one[1].running)
+    return [_placed(source, move, others) for source, move in found]
 
 
-def _may_share(one: EngineRates, other: EngineRates) -> bool:
+def _described(place: Place, session: str, tokens: int, known: Known) -> PlannedMove:
+    """The move without its target."""
+    endpoint, rates = place.endpoint, place.rates
+    bytes_per_token, pause_ms = known.costs.get(endpoint.model_name, (None, None))
+    running = (endpoint.engine_id, session) in known.running
+    size: float | None = rates.kv_token_bytes * tokens + rates.kv_part_bytes
+    if not rates.kv_token_bytes:
+        size = None if bytes_per_token is None else bytes_per_token * tokens
+    chat_id, title = known.chats.get(session, (None, ""))
+    return PlannedMove(
+        session=session,
+        source=endpoint.name,
+        target="",
+        tokens=tokens,
+        foretold_bytes=None if size is None else round(size),
+        foretold_pause_ms=pause_ms if running else 0.0,
+        running=running,
+        title=title,
+        chat_id=chat_id,
+        source_id=endpoint.engine_id,
+    )
+
+
+def _placed(source: Place, move: PlannedMove, others: Sequence[Place]) -> PlannedMove:
+    alike = [place for place in others if place.rates.streams_kv and _may_share(place, source)]
+    fitting = [place for place in alike if place.rates.context_tokens > move.tokens]
+    needed = move.tokens + (ROOM_TOKENS if move.running else 0)
+    free = [place for place in fitting if place.free_slots > 0]
+    roomy = [place for place in free if place.room_tokens >= min(needed, place.rates.context_tokens)]
+    reasons = (
+        (move.chat_id is None, UNKNOWN),
+        (not source.rates.streams_kv, NO_STATE),
+        (not alike, NOBODY_SHARES),
+        (not fitting, TOO_LONG),
+        (not free, NO_SLOT),
+        (not roomy, NO_CELLS),
+    )
+    if reason := next((reason for holds, reason in reasons if holds), ""):
+        return replace(move, reason=reason)
+    best = max(
+        roomy,
+        key=lambda place: (place.rates.free_slots > place.coming, place.unused_tokens >= needed, place.room_tokens),
+    )
+    displaces = best.unused_tokens < needed
+    best.coming_tokens += needed
+    best.coming_running += move.running
+    best.coming += 1
+    return replace(move, target=best.endpoint.name, target_id=best.endpoint.engine_id, displaces=displaces)
+
+
+def _may_share(one: Place, other: Place) -> bool:
     """Also where an engine still reads its file and cannot say: the move itself finds out."""
-    return one.kv_group == other.kv_group or not one.kv_group or not other.kv_group
+    mine, its = one.endpoint, other.endpoint
+    if mine.model_name != its.model_name:
+        return False
+    if one.rates.kv_group and other.rates.kv_group:
+        return one.rates.kv_group == other.rates.kv_group
+    return mine.variant_id == its.variant_id or (bool(mine.kv_family) and mine.kv_family == its.kv_family)
 
 
-async def _place(endpoint: EngineEndpoint) -> _Place | None:
+async def _place(endpoint: EngineEndpoint) -> Place | str | None:
+    """None for one that does not answer; "" for one that holds no conversations at all."""
+    client = EngineClient(endpoint.base_url, endpoint.secret)
     try:
-        rates = await EngineClient(endpoint.base_url, endpoint.secret).rates()
+        rates, slots = await asyncio.gather(client.rates(), client.slots())
     except EngineUnreachable:
         return None
-    return None if rates is None else _Place(endpoint, rates)
+    return "" if rates is None else Place(endpoint, rates, slots)
 
 
-def _known(model: str) -> tuple[float | None, float | None]:
+def _known(sources: Sequence[Place]) -> Known:
+    ids = [place.endpoint.engine_id for place in sources]
+    keys = {session for place in sources for session in place.rates.sessions}
+    leases = SlotLease.objects.filter(Q(engine_id__in=ids) | Q(session__in=keys), expires_at__gt=Now())
+    running = frozenset(leases.exclude(session="").values_list("engine_id", "session"))
+    keys |= {session for _, session in running}
+    rows = ChatSession.objects.filter(key_hash__in=keys).values_list("key_hash", "pk", "title")
+    models = {place.endpoint.model_name for place in sources}
+    return Known(
+        {key: (pk, title) for key, pk, title in rows}, running, {model: _costs(model) for model in sorted(models)}
+    )
+
+
+def _costs(model: str) -> tuple[float | None, float | None]:
     """Bytes a token, and the median pause, of the model's last moves."""
-    moved = handoffs.views(Q(state="committed", chat__model_name=model), KNOWN_MOVES)
+    moved = handoffs.views(Q(state=HandoffState.COMMITTED, chat__model_name=model), KNOWN_MOVES)
     tokens = sum(move.tokens for move in moved)
-    pauses = sorted(move.pause_ms for move in moved if move.kind == "live" and move.pause_ms is not None)
     size_bytes = sum(move.sent_bytes + move.skipped_bytes for move in moved)
-    return size_bytes / tokens if tokens else None, pauses[len(pauses) // 2] if pauses else None
+    return size_bytes / tokens if tokens else None, _median(
+        move.pause_ms for move in moved if move.kind == "live" and move.pause_ms is not None
+    )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else None

@@ -16,8 +16,8 @@ from engines import services as engines
 from engines.services import EngineEndpoint
 from sessions.models import KvLoss
 
-# A task that measures for so long has died.
-MEASURING_S = 300.0
+# No task measures for longer; it must be over before a pair is tried again.
+MEASURING_S = 540.0
 RETRY_S = 600.0
 MAX_PROBLEM_CHARS = 300
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from engines import services as engines
@@ -22,7 +23,12 @@ async def measure(pair: Pair) -> Measured | None:
         decode = await in_db(engines.engine_rpc, pair.decode.engine_id)
         if prefill is None or decode is None:
             raise NoEngineReady("One of the two engines does not serve any more.")
-        found = await kv_probe.measured(pair, prefill, decode, sessions)
+        async with asyncio.timeout(kv_losses.MEASURING_S):
+            found = await kv_probe.measured(pair, prefill, decode, sessions)
+    except TimeoutError:
+        logger.warning("KV loss from %s to %s: it takes too long", pair.prefill.name, pair.decode.name)
+        await in_db(kv_losses.fail, pair, f"it was not measured within {kv_losses.MEASURING_S:g} s")
+        return None
     except EngineError as error:
         logger.warning("KV loss from %s to %s: %s", pair.prefill.name, pair.decode.name, error.message)
         await in_db(kv_losses.fail, pair, f"{error.code}: {error.message}")

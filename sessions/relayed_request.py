@@ -14,7 +14,7 @@ import aiohttp
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
-from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, GenerationMoved
+from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, GenerationMoved, HandoffUnknown
 from engines.services import EngineEndpoint
 from sessions.dispatch import Dispatched, Dispatcher, Wishes
 from sessions.engine_call import EngineCall
@@ -276,6 +276,15 @@ async def send(request: RelayedRequest) -> aiohttp.ClientResponse:
                 refusal: EngineError = await refusal_of(response)
                 if refusal.code == GenerationMoved.code and refusal.param:
                     return await _moved_answer(request, refusal.param)
+        except _NotContinued as lost:
+            # The engine that it moved away from did all it was asked to.
+            logger.warning("request %s moved, and nobody goes on with it: %s", request.request_id, lost.error)
+            engine = lost.target or engine
+            if isinstance(lost.error, EngineUnreachable):
+                await written(engines.suspect, engine)
+            refusal = EngineUnreachable(
+                "The engine that took the request over does not go on with it.", hint="Try again shortly."
+            )
         except EngineUnreachable as error:
             # The details name ports and hosts, which are nobody's business outside.
             logger.warning("engine %s: %s", engine.name, error)
@@ -315,16 +324,27 @@ async def _post(request: RelayedRequest) -> aiohttp.ClientResponse:
     )
 
 
+class _NotContinued(Exception):
+    """A request moved, and its answer is not to be had where it went."""
+
+    def __init__(self, target: EngineEndpoint | None, error: EngineError) -> None:
+        super().__init__(str(error))
+        self.target, self.error = target, error
+
+
 async def _moved_answer(request: RelayedRequest, handoff: str) -> aiohttp.ClientResponse:
     """An answer in one piece whose generation moved before it was done, from the engine where it ends."""
     for _ in range(MOST_MOVES):
         follower = request.follower()
         try:
+            follower.moved = True
             follower.expect(handoff)
             arrived = await follower.arrived()
         except GenerationMoved as moved:
             handoff = moved.param or ""
             continue
+        except (EngineUnreachable, HandoffUnknown) as error:
+            raise _NotContinued(follower.target, error) from error
         finally:
             follower.close()
         request.moved_to(arrived.endpoint)

@@ -187,7 +187,7 @@ class StreamDesk:
         is_running = not stream.is_over
         await self._ended(stream)
         if is_running:
-            await self._shelf.forget(stream.request_id)
+            await self._shelf.forget(stream.scope, stream.request_id, was_taken=stream.is_rewritten)
 
     async def _ended(self, stream: KeptStream) -> None:
         stream.end("stopped")

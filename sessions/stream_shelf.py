@@ -176,10 +176,12 @@ class StreamShelf:
         if kept is not None:
             kept.ended = True
 
-    async def forget(self, request_id: uuid.UUID) -> None:
+    async def forget(self, scope: str, request_id: uuid.UUID, *, was_taken: bool) -> None:
         """The stream was stopped: nobody goes on with it. Tried again while Valkey does not answer."""
         kept = self._kept.get(request_id)
         if kept is None:
+            if was_taken:  # and stopped before its engine answered
+                await self._stop(scope, str(request_id))
             return
         kept.stopped_at, kept.body, kept.journal = time.monotonic(), b"", StreamJournal()
         if not kept.was_sent or await self._forgotten(kept):
@@ -189,7 +191,10 @@ class StreamShelf:
         assert kept.stopped_at is not None
         if time.monotonic() - kept.stopped_at > KEEP_S:
             return True
-        keys = _keys(kept.scope, kept.about.request_id)
+        return await self._stop(kept.scope, kept.about.request_id)
+
+    async def _stop(self, scope: str, request_id: str) -> bool:
+        keys = _keys(scope, request_id)
         return bool(await self._asked(self._valkey().eval, _FORGET, len(keys), *keys, STOPPED, KEEP_S))
 
     async def take(self, scope: str, name: str) -> Taken | None:

@@ -130,7 +130,7 @@ def measure_kv_loss() -> None:
 @shared_task(ignore_result=True)
 def run_drain(drain_id: int) -> None:
     """Move conversations off what is drained, for a while; whoever comes next goes on."""
-    async_to_sync(drain_moves.carry_on)(drain_id, drain_moves.SLICE_S)
+    async_to_sync(drain_moves.slice_of)(drain_id)
 
 
 @shared_task(ignore_result=True)

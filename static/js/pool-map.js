@@ -3,9 +3,11 @@
 import { h, keyed, setAttribute, setText } from "./dom.js";
 import { createDeviceFacts, updateDeviceFacts } from "./device-facts.js";
 import { age, bytes, bytesOf, count, plural, rate } from "./format.js";
-import { createDuty, DUTY_WORDS, updateDuty } from "./host-duty.js";
+import { createDrainLink, createDuty, DUTY_WORDS, updateDrainLink, updateDuty } from "./host-duty.js";
 
 const ENGINE_TONES = { ready: "ok", starting: "moving", draining: "moving", stopping: "moving", unhealthy: "warn", failed: "bad", stopped: "" };
+
+const DRAINABLE = new Set(["ready", "unhealthy", "draining"]);
 
 /**
  * Draws all hosts into `parent`. `pool` holds the engines' cards, the stores, the site's release, `now` by the server's clock
@@ -103,6 +105,7 @@ function createDevice({ gpu }) {
       h("p", { class: "memory", "data-part": "memory" })),
     h("div", { class: "engines", "data-part": "engines" }),
     h("p", { class: "device-empty", "data-part": "empty" }, "No engine on this device."),
+    createDrainLink(),
     createDeviceFacts());
 }
 
@@ -119,6 +122,8 @@ function updateDevice(element, context) {
   setText(part(element, "memory"), known ? `${bytesOf(gpu.memory_used_bytes, gpu.memory_total_bytes)} · ${Math.round(share * 100)} %` : "memory not measured");
   updateDeviceFacts(element, gpu, stale);
   part(element, "empty").hidden = cards.length > 0;
+  // Where a card has one engine, that one's own link does the same.
+  updateDrainLink(element, "card", gpu.id, cards.filter(({ engine }) => DRAINABLE.has(engine.state)).length > 1 ? "Drain the whole card…" : "");
   element.classList.toggle("stale-block", stale !== null);
   keyed(part(element, "engines"), cards.map((card) => ({ ...context, card })), ({ card }) => card.engine.id, createEngine, updateEngine);
 }
@@ -129,7 +134,8 @@ function createEngine() {
   return h("article", { class: "engine", "data-testid": "engine-card" },
     h("header", { class: "engine-head" },
       h("h3", { "data-part": "name" }),
-      h("span", { class: "state", "data-part": "state", "data-testid": "engine-state" })),
+      h("span", { class: "state", "data-part": "state", "data-testid": "engine-state" }),
+      createDrainLink()),
     h("p", { class: "engine-model", "data-part": "model" }),
     h("p", { class: "engine-error", "data-part": "error" }),
     h("ul", { class: "slots", "data-part": "slots", "aria-label": "Slots" }),
@@ -141,8 +147,10 @@ function updateEngine(element, context) {
   setAttribute(element, "data-state", engine.state);
   setText(part(element, "name"), engine.name);
   const state = part(element, "state");
-  setAttribute(state, "data-tone", ENGINE_TONES[engine.state] ?? "");
-  setText(state, engine.state);
+  const closed = engine.state === "ready" && !engine.takes_new;
+  setAttribute(state, "data-tone", closed ? "warn" : ENGINE_TONES[engine.state] ?? "");
+  setText(state, closed ? "takes nothing new" : engine.state);
+  updateDrainLink(element, "engine", engine.id, DRAINABLE.has(engine.state) ? (engine.takes_new ? "Drain…" : "Serve again…") : "");
   setText(part(element, "model"), [engine.model_name, engine.quantization].filter(Boolean).join(" · "));
   const error = part(element, "error");
   error.hidden = !engine.last_error || engine.state === "ready";

@@ -43,6 +43,20 @@ async def loopback_engine(handler: Handler, rates: Handler = no_rates) -> AsyncI
         await runner.cleanup()
 
 
+@asynccontextmanager
+async def mute_peer() -> AsyncIterator[int]:
+    """Takes connections and says nothing, as a frozen process does; yields the port."""
+    taken: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: taken.append(writer), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for writer in taken:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+
 def streaming(*parts: bytes, then: Callable[[web.StreamResponse], Awaitable[None]] | None = None) -> Handler:
     """Answers with these bytes, a write each, and then does `then` instead of ending well."""
 

@@ -60,8 +60,11 @@ class Reader:
     answer: EngineAnswer | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def call(self) -> Any:
+        return call_of(self.number)
+
     async def run(self) -> Reader:
-        self.answer = await ask_engine(call_of(self.number), me(self.number))
+        self.answer = await ask_engine(self.call(), me(self.number))
         try:
             async for frames in self.answer.raw():
                 self.text += b"".join(one + b"\n\n" for one in frames.split(b"\n\n") if one and one[:1] != b":")

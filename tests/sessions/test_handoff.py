@@ -35,7 +35,7 @@ from sessions.relay import ask_engine
 from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess, free_port
 from tests.rows import add_engine, add_model, set_ready
-from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, refusing, streaming
+from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, mute_peer, refusing, streaming
 from tests.sessions.site_process import Site
 from tests.synthetic_gguf import SyntheticModel
 
@@ -280,10 +280,9 @@ async def test_a_source_that_says_nothing_yet_is_moving_and_one_that_is_gone_is_
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handoffs, "SWEEP_PATIENCE_S", 1.5)
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    mute, gone = silent.sockets[0].getsockname()[1], free_port()
+    gone = free_port()
 
-    def rows() -> list[int]:
+    def rows(mute: int) -> list[int]:
         variant = add_model(tiny_model("llama").path, tmp_path)
         target = add_engine(variant, name="cpu-9")
         moves = []
@@ -300,9 +299,9 @@ async def test_a_source_that_says_nothing_yet_is_moving_and_one_that_is_gone_is_
         Handoff.objects.filter(pk__in=moves).update(state=HandoffState.RUNNING, started_at=began_at)
         return moves
 
-    moves = await in_db(rows)
-    await handoffs.sweep()
-    silent.close()
+    async with mute_peer() as mute:
+        moves = await in_db(rows, mute)
+        await handoffs.sweep()
     views = [await in_db(handoffs.view, move) for move in moves]
     assert [view.state for view in views] == ["running", "failed", "failed"]
     assert views[1].reason == "its source has not answered for long"

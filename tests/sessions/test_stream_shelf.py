@@ -192,7 +192,7 @@ async def test_a_stopped_stream_is_nobodys_also_where_valkey_hears_of_it_late(
         stopped.keep()
         stopped.hear(1)
         await told_of_outage(stopped)
-        await stopped.shelf.forget(stopped.id)
+        await stopped.shelf.forget(SCOPE, stopped.id, was_taken=False)
     async with asyncio.timeout(PATIENCE_S):
         while stopped.id in stopped.shelf._kept:  # noqa: ASYNC110 -- nothing tells of it
             await asyncio.sleep(0.01)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from sessions.identity import Identity, Owner
 from sessions.kept_stream import KeptStream
 from sessions.models import Turn
 from sessions.stream_desk import StreamBounds, StreamDesk, stream_desk
+from sessions.stream_journal import StreamJournal
+from sessions.stream_shelf import Shelved, StreamShelf
 from sessions.turn import wait_for_writes
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
@@ -319,6 +323,30 @@ async def test_a_stream_can_be_stopped_before_the_engine_says_anything(engine: P
         await beginning
     await wait_for_writes(10)
     assert await in_db(lambda: list(Turn.objects.values_list("state", flat=True))) == ["cancelled"] * asked
+
+
+async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engine(engine: PacedEngine) -> None:
+    ids = [uuid.uuid4(), uuid.uuid4()]
+    lost = StreamShelf()
+    for request_id in ids:
+        about = Shelved(str(request_id), request_id.hex * 2, "", CALL.dialect.path, time.time())
+        lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
+    await lost.close()
+    desk = StreamDesk()
+    engine.is_mute = True
+    waiting = [asyncio.create_task(desk.found(ME.owner, str(ids[0]))) for _ in range(2)]
+    await until(lambda: engine.asked == 1)
+    engine.is_mute = False
+    engine.allow(6)
+    async with asyncio.timeout(PATIENCE_S):
+        other = await desk.found(ME.owner, str(ids[1]))
+    assert other.request_id == ids[1]
+    assert (engine.asked, [task.done() for task in waiting]) == (2, [False, False])
+    await desk.stop(desk.find(ME.owner.scope, str(ids[0])))
+    assert [type(error) for error in await asyncio.gather(*waiting, return_exceptions=True)] == [StreamStopped] * 2
+    with pytest.raises(StreamUnknown):
+        await StreamDesk().found(ME.owner, str(ids[0]))
+    await desk.close()
 
 
 async def test_what_no_engine_takes_is_refused_and_leaves_no_stream(engine: PacedEngine) -> None:

@@ -1,0 +1,43 @@
+"""Engines that get empty: closed to new requests, and not stopped while their conversations are on their way elsewhere."""
+
+from collections.abc import Collection, Iterable
+from datetime import timedelta
+
+from django.db import transaction
+from django.db.models.functions import Now
+
+from engines.choices import LIVE
+from engines.models import Engine
+from pools.events import publish_on_commit
+
+
+def close(engine_ids: Collection[int], held_s: float) -> int:
+    """Send these engines nothing new, until they are opened or started again, and keep each up for so long; returns how many
+    were open. Sites remember who takes requests for a second."""
+    with transaction.atomic():
+        Engine.objects.filter(pk__in=engine_ids, state__in=LIVE).update(held_until=Now() + timedelta(seconds=held_s))
+        were_open = Engine.objects.filter(pk__in=engine_ids, takes_new=True)
+        closed = list(were_open.select_for_update().order_by("pk").values_list("pk", flat=True))
+        count = Engine.objects.filter(pk__in=closed, takes_new=True).update(takes_new=False)
+        _tell(closed)
+    return count
+
+
+def let_go(engine_ids: Collection[int]) -> None:
+    """Nobody moves their conversations any more: what else is wanted of them may happen."""
+    Engine.objects.filter(pk__in=engine_ids).update(held_until=None)
+
+
+def open_again(engine_ids: Collection[int]) -> int:
+    """Have these engines take requests again; returns how many did not."""
+    with transaction.atomic():
+        closed = Engine.objects.filter(pk__in=engine_ids, takes_new=False)
+        opened = list(closed.select_for_update().order_by("pk").values_list("pk", flat=True))
+        count = Engine.objects.filter(pk__in=opened).update(takes_new=True, held_until=None)
+        _tell(opened)
+    return count
+
+
+def _tell(engine_ids: Iterable[int]) -> None:
+    for engine_id in engine_ids:
+        publish_on_commit("engine", engine_id)

@@ -1,0 +1,130 @@
+"""Draining from the panel and the admin: what would move where, then the moves, for the staff only."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client
+
+from engines.client import close_client_session
+from engines.models import Engine
+from pools.db import in_db
+from sessions import drains
+from sessions.drains import Moved
+from sessions.models import Drain
+from tests.panel.drain_pool import drain_pool
+from tests.panel.page import SmallPool
+
+pytestmark = pytest.mark.django_db(transaction=True)
+KEY = "a" * 64
+
+
+@pytest.fixture
+def browser(admin: User, client: Client) -> Client:
+    client.force_login(admin)
+    return client
+
+
+@pytest.fixture
+async def pool(background: None) -> AsyncIterator[SmallPool]:
+    async with drain_pool() as pool:
+        yield pool
+        await close_client_session()
+
+
+async def page(browser: Client, path: str, **form: Any) -> str:
+    def ask() -> str:
+        answer = browser.post(path, form, follow=True) if form else browser.get(path, follow=True)
+        assert answer.status_code == 200
+        return str(answer.content.decode())
+
+    return await in_db(ask)
+
+
+async def test_a_preview_names_each_conversation_its_target_bytes_and_pause(pool: SmallPool, browser: Client) -> None:
+    text = await page(browser, f"/drain/engine/{pool.engine.pk}/")
+    assert text.count('data-testid="drain-line"') == 4
+    assert "Why does the build fail?" in text
+    assert "answers now" in text
+    assert text.count("tiny-boreas-") == 3
+    assert "254.0" in text or "242" in text, "megabytes of the one that answers"
+    assert "8.4 ms" in text
+    assert text.count("none: idle") == 2
+    assert "stays: what runs on the other engines leaves no room for it" in text
+    assert (await in_db(Engine.objects.get, pk=pool.engine.pk)).takes_new, "a look changes nothing"
+
+
+@pytest.mark.parametrize("kind", ["engine", "card", "host"])
+async def test_to_go_closes_it_and_shows_how_far_it_is(pool: SmallPool, browser: Client, kind: str) -> None:
+    subject_id = {"engine": pool.engine.pk, "card": pool.gpu.pk, "host": pool.host.pk}[kind]
+    path = f"/drain/{kind}/{subject_id}/"
+    text = await page(browser, path, csrf="")
+    assert 'data-state="running"' in text
+    assert "Nothing has moved yet" in text
+    assert not (await in_db(Engine.objects.get, pk=pool.engine.pk)).takes_new
+    drain = await in_db(Drain.objects.get)
+    assert (drain.kind, drain.stops, drain.begun_by_id is not None) == (kind, False, True)
+    told = [
+        Moved(KEY, "The boat", "tiny-atlas", "tiny-boreas-a", 900, "moved", "live", 4_000_000, 1_000_000, 12.3, 0.4),
+        Moved("b" * 64, "", "tiny-atlas", "", 5, "stays", "idle", reason="it is too long"),
+    ]
+    assert await in_db(drains.claim, drain.pk)
+    assert await in_db(drains.beat, drain.pk, told)
+    assert "The boat" in await page(browser, path), "a second look shows the one that goes on"
+    part = await page(browser, f"/drains/{drain.pk}/?part")
+    assert "<html" not in part
+    assert "3.8 MB" in part.replace("\xa0", " ")
+    assert "12 ms" in part
+    assert await in_db(drains.finish, drain.pk, told)
+    assert 'data-state="partial"' in await page(browser, f"/drains/{drain.pk}/")
+    assert "takes nothing new already" in await page(browser, path)
+    assert "takes requests again" in await page(browser, f"{path}serve/", csrf="")
+    assert (await in_db(Engine.objects.get, pk=pool.engine.pk)).takes_new
+
+
+def test_what_is_empty_says_so(small_pool: SmallPool, browser: Client) -> None:
+    Engine.objects.update(state="stopped", http_port=None)
+    assert "No engine runs here" in browser.get(f"/drain/card/{small_pool.gpu.pk}/").content.decode()
+    again = browser.post(f"/drain/card/{small_pool.gpu.pk}/", follow=True).content.decode()
+    assert "No engine runs on atlas/cpu0." in again
+    assert browser.get("/drain/card/0/").status_code == 404
+    assert browser.get("/drain/planet/1/").status_code == 404
+    assert browser.get("/drains/0/").status_code == 404
+
+
+def test_nobody_but_the_staff(small_pool: SmallPool, admin: User, client: Client) -> None:
+    path = f"/drain/engine/{small_pool.engine.pk}/"
+    assert client.post(path).headers["Location"].startswith("/login/")
+    client.force_login(User.objects.create_user("bob"))
+    for url in (path, "/drains/1/"):
+        assert client.get(url).status_code == 403
+    assert client.post(path).status_code == 403
+    assert client.post(f"{path}serve/").status_code == 403
+    assert 'id="drain-link"' not in client.get("/").content.decode()
+    strict = Client(enforce_csrf_checks=True)
+    strict.force_login(admin)
+    assert strict.post(path).status_code == 403
+    assert Engine.objects.get().takes_new
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "row"),
+    [("engines/engine", "engine", "engine"), ("pools/gpu", "card", "gpu"), ("pools/host", "host", "host")],
+)
+def test_the_admin_previews_one_and_drains_several(
+    small_pool: SmallPool, browser: Client, place: str, kind: str, row: str
+) -> None:
+    Engine.objects.update(http_port=1)
+    chosen = getattr(small_pool, row).pk
+    answer = browser.post(f"/admin/{place}/", {"action": "drain", "_selected_action": [chosen]})
+    assert answer.headers["Location"] == f"/drain/{kind}/{chosen}/"
+    drains.begin(drains.subject_of(kind, chosen), stops=True, send=False)
+    assert not Engine.objects.get().takes_new
+    listed = browser.get("/admin/hydra_sessions/drain/").content.decode()
+    assert "0 of 0" in listed
+    text = browser.post(f"/admin/{place}/", {"action": "activate", "_selected_action": [chosen]}, follow=True)
+    assert "takes requests again" in text.content.decode()
+    assert Engine.objects.get().takes_new
