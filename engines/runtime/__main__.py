@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -148,8 +149,13 @@ def _rpc(config: EngineConfig, server: EngineServer | PoolingServer) -> RpcServe
 
 async def _until_stopped(core: EngineCore | EmbeddingCore, stop: asyncio.Event) -> None:
     """Returns on a signal or when the core ended by itself."""
-    stopped = asyncio.ensure_future(stop.wait())
+    stopped, is_frozen = asyncio.ensure_future(stop.wait()), False
     while not stop.is_set() and core.state in ("loading", "ready"):
+        if core.state == "ready" and not is_frozen:
+            # Modules and vocabulary stay until the end; a collection that walks over them holds up every stream's next token.
+            gc.collect()
+            gc.freeze()
+            is_frozen = True
         changed = asyncio.ensure_future(core.changed.wait())
         await asyncio.wait((stopped, changed), return_when=asyncio.FIRST_COMPLETED)
         changed.cancel()

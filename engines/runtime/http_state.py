@@ -25,6 +25,8 @@ from engines.runtime.state_desk import FORMS, ExportedState, RestoreTerms, State
 
 SMALL_BYTES = 16 << 20
 MAX_ID_DIGITS = 6
+# aiohttp waits behind each write of more than this.
+WAITED_FOR_BYTES = 1 << 16
 OCTETS = "application/octet-stream"
 BLAKE3_HEADER = "X-Hydra-Blake3"
 FINGERPRINT_HEADER = "X-Hydra-Fingerprint"
@@ -82,7 +84,8 @@ class StateEndpoint:
                 # next piece is written over its end.
                 request.transport.set_write_buffer_limits(high=0)
             async for buffer in state:
-                await response.write(buffer)
+                # Behind a short write nobody waits.
+                await response.write(bytes(buffer) if len(buffer) <= WAITED_FOR_BYTES else buffer)
             await response.write_eof()
             return response
 

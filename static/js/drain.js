@@ -13,7 +13,7 @@ async function look() {
         const text = await answer.text();
         if (text !== part.dataset.text) {
           part.dataset.text = text;
-          part.innerHTML = text;
+          part.replaceChildren(...new DOMParser().parseFromString(text, "text/html").body.childNodes);
         }
         part.classList.remove("stale");
         if (part.querySelector('[data-open="no"]')) return location.reload();
