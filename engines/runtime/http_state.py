@@ -7,11 +7,13 @@ states is checked before the slot is given back.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -19,9 +21,12 @@ import blake3
 from aiohttp import web
 
 from engines.errors import InvalidRequest, SlotNotFound, StateInvalid
+from engines.rpc_exchange import MIN_BYTES_PER_S
+from engines.rpc_stream import Buffer
 from engines.runtime.operations import NEEDS_MODEL, Operation, Parameter
 from engines.runtime.origin import Origin, read_origin
 from engines.runtime.state_desk import FORMS, ExportedState, RestoreTerms, StateDesk, StateMeta
+from engines.runtime.state_import import STALL_S
 
 SMALL_BYTES = 16 << 20
 MAX_ID_DIGITS = 6
@@ -79,14 +84,11 @@ class StateEndpoint:
             if state.total_bytes <= SMALL_BYTES or "sha-256" in request.headers.get("Want-Content-Digest", ""):
                 response.headers.update(await _digests(state))
             await response.prepare(request)
-            if request.transport is not None:
-                # The transport sends out of the buffer itself: a write may return only when nothing of it is unsent, or the
-                # next piece is written over its end.
-                request.transport.set_write_buffer_limits(high=0)
-            async for buffer in state:
-                # Behind a short write nobody waits.
-                await response.write(bytes(buffer) if len(buffer) <= WAITED_FOR_BYTES else buffer)
-            await response.write_eof()
+            with _unbuffered(request):
+                async for buffer in state:
+                    # Behind a short write nobody waits.
+                    await _write(request, response, bytes(buffer) if len(buffer) <= WAITED_FOR_BYTES else buffer)
+                await response.write_eof()
             return response
 
     async def put(self, request: web.Request) -> web.Response:
@@ -104,6 +106,32 @@ class StateEndpoint:
         return web.json_response(
             {"restored": True, **asdict(restored)}, headers={"X-Hydra-N-Past": str(restored.n_past)}
         )
+
+
+@contextmanager
+def _unbuffered(request: web.Request) -> Iterator[None]:
+    """The transport sends out of the buffer itself: a write may return only when nothing of it is unsent, or the next piece is
+    written over its end."""
+    transport = request.transport
+    if transport is not None:
+        transport.set_write_buffer_limits(high=0)
+    try:
+        yield
+    finally:
+        if transport is not None:
+            transport.set_write_buffer_limits()
+
+
+async def _write(request: web.Request, response: web.StreamResponse, buffer: Buffer) -> None:
+    """Raises ConnectionResetError, and closes the connection, when the reader takes less than MIN_BYTES_PER_S: it would keep the
+    slot and a buffer of the arena."""
+    try:
+        async with asyncio.timeout(STALL_S + memoryview(buffer).nbytes / MIN_BYTES_PER_S):
+            await response.write(buffer)
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the reader of the state has stopped reading") from error
 
 
 def _headers(meta: StateMeta) -> dict[str, str]:

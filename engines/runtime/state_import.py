@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator
 from functools import partial
 from typing import Protocol
 
 from engines.errors import DeadlineExceeded
+from engines.rpc_exchange import MIN_BYTES_PER_S
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_dock import Dock, to_its_end
 from engines.runtime.state_forms import DIGEST_BYTES, ChunkReader
@@ -109,14 +111,20 @@ def _free(delivery: Delivery, _entered: object) -> None:
 
 
 async def with_patience(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """`chunks`, each of which must come within STALL_S. Raises DeadlineExceeded."""
-    coming = aiter(chunks)
+    """`chunks`, each of which must come within STALL_S, and all of them no slower than MIN_BYTES_PER_S. Raises
+    DeadlineExceeded."""
+    coming, spare_s = aiter(chunks), STALL_S
     while True:
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(STALL_S):
+            async with asyncio.timeout(min(STALL_S, spare_s)):
                 chunk = await anext(coming)
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise DeadlineExceeded(f"The sender of the state was silent for {STALL_S:.0f} s.") from None
+            raise DeadlineExceeded(
+                f"The sender of the state was silent for {STALL_S:.0f} s, or slower than {MIN_BYTES_PER_S} bytes a second."
+            ) from None
+        # Only waiting counts: what the engine itself takes its time for is not the sender's.
+        spare_s = max(0.0, spare_s - (time.monotonic() - began) + len(chunk) / MIN_BYTES_PER_S)
         yield chunk
