@@ -16,7 +16,7 @@ from engines.runtime.prefix import PrefixCache, Source
 from engines.runtime.rates import Rates
 from engines.runtime.sampler import Sampler
 from engines.runtime.slots import Slot
-from engines.runtime.waiting import WaitingLine
+from engines.runtime.waiting import Turns, WaitingLine
 
 log = logging.getLogger("hydra.engine.core")
 
@@ -62,8 +62,8 @@ class Admission:
         """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
         if not len(self._waiting):
             return
-        running = [slot.generation for slot in self._cache.slots if slot.generation]
-        for generation in self._waiting.in_order(running):
+        turns = Turns(slot.generation for slot in self._cache.slots if slot.generation)
+        for generation in self._waiting.in_order(turns):
             raw_logits = self.wants_raw_logits(generation)
             if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self._cache.slots):
                 self._metrics.wait_steps.labels("slot").inc()
@@ -83,8 +83,10 @@ class Admission:
                 self._metrics.wait_steps.labels("prefix").inc()
                 continue
             slot = self._cache.best_slot(source, raw_logits=raw_logits, session=generation.session)
-            if slot is not None and not self._landing.takes(generation, slot, source):
-                self._start(generation, slot, source)
+            if slot is not None:
+                turns.began(generation)
+                if not self._landing.takes(generation, slot, source):
+                    self._start(generation, slot, source)
 
     def wants_raw_logits(self, generation: Generation) -> bool:
         """Which kind of slot it needs."""

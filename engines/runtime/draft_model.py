@@ -233,10 +233,10 @@ class DraftModel:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
         return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
 
-    def time_draft(self, sequences: int, length: int) -> float:
+    def time_draft(self, sequences: int, length: int) -> float | None:
         """Seconds that drafts of `length` tokens of the first `sequences` sequences take, after a first time; they must be
-        empty."""
-        elapsed_s = 0.0
+        empty. None where llama.cpp refuses one."""
+        elapsed_s, is_refused = 0.0, False
         seqs = list(range(sequences))
         for _ in range(2):
             self._batch.clear()
@@ -244,7 +244,8 @@ class DraftModel:
                 self._batch.add_row(seq, 0, 0, None, output=True)
             started = time.monotonic()
             for step in range(length):
-                if self._decode() != 0:
+                is_refused = self._decode() != 0
+                if is_refused:
                     break
                 tokens = np.array([self._likeliest(row) for row in seqs], dtype=np.int32)
                 if step + 1 < length:
@@ -252,7 +253,7 @@ class DraftModel:
             elapsed_s = time.monotonic() - started
             for seq in seqs:
                 self.forget(seq, 0)
-        return elapsed_s
+        return None if is_refused else elapsed_s
 
     # --- following the target -------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ class LeavingHandoffs:
             yield from ()
             mine = [slot for slot in cache.slots if slot.sequence.origin.session == session]
             running = [slot for slot in mine if slot.generation is not None and slot.generation.session == session]
-            line = [*self._core.waiting.in_order(()), *self._core.landing.coming()]
+            line = [*self._core.waiting.standing(), *self._core.landing.coming()]
             waiting = any(one.session == session for one in line)
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
@@ -170,7 +170,7 @@ class LeavingHandoffs:
         def look(cache: PrefixCache) -> Generator[None, None, Held]:
             yield from ()
             standing = [slot.generation for slot in cache.busy if slot.generation]
-            standing += [*self._core.waiting.in_order(()), *self._core.landing.coming()]
+            standing += [*self._core.waiting.standing(), *self._core.landing.coming()]
             for one in standing:
                 if one.request_id == body.request_id and one.session == body.session:
                     raw_logits = self._core.wants_raw_logits(one)

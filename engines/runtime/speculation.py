@@ -85,16 +85,23 @@ class Speculation:
             if sequences * rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
                 self._time_step(batch, sequences, rows)
         if self.head is not None:
-            for sequences in sorted({1, self._slots}):
-                for length in sorted({1, min(2, self.length.longest), self.length.longest}):
-                    if time.monotonic() < ends_at + WARM_UP_DRAFTS_S:
-                        self.length.drafting.expect(sequences, length, self.head.time_draft(sequences, length))
+            self._time_drafts(self.head)
+
+    def _time_drafts(self, head: DraftModel) -> None:
+        """What drafts cost, one token of one sequence in any case: without a cost they would look free."""
+        ends_at = time.monotonic() + WARM_UP_DRAFTS_S
+        lengths = sorted({1, min(2, self.length.longest), self.length.longest})
+        for sequences, length in ((sequences, length) for sequences in sorted({1, self._slots}) for length in lengths):
+            if (sequences, length) == (1, 1) or time.monotonic() < ends_at:
+                seconds = head.time_draft(sequences, length)
+                if seconds is not None:
+                    self.length.drafting.expect(sequences, length, seconds)
 
     def _time_step(self, batch: Batch, sequences: int, rows: int) -> None:
         """A step of `rows` rows of each sequence. The last of a few alike counts: a device prepares kernels, buffers and graphs
-        for each size."""
+        for each size, and the first may read experts from the disk."""
         seconds = 0.0
-        for _ in range(WARM_UP_REPEATS):
+        for repeat in range(WARM_UP_REPEATS):
             batch.clear()
             for seq in range(sequences):
                 # Tokens of all kinds, since equal ones would wake the same few experts.
@@ -106,7 +113,7 @@ class Speculation:
             seconds = time.monotonic() - started
             for seq in range(sequences):
                 self._llama.clear(seq)
-            if status == 0 and seconds > WARM_UP_SLOW_S:
+            if status == 0 and repeat and seconds > WARM_UP_SLOW_S:
                 break  # where steps take that long nothing is prepared for their shape
             if status != 0:
                 log.warning("a step of %d rows was refused in the warm-up (llama_decode: %d)", batch.count, status)

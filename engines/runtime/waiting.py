@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
 
 from engines.errors import QueueFull
 from engines.runtime.generation import Generation
+
+
+class Turns:
+    """Who runs how much. Whose tenant runs least comes first; of a tenant's by priority (lower first), then whoever's owner runs
+    least. Who gives way by a priority above 0 gives way to all, but a request's word gets nobody past other tenants."""
+
+    def __init__(self, running: Iterable[Generation]) -> None:
+        self._tenants: Counter[str] = Counter()
+        self._owners: Counter[tuple[str, str]] = Counter()
+        for generation in running:
+            self.began(generation)
+
+    def began(self, generation: Generation) -> None:
+        self._tenants[generation.tenant] += 1
+        self._owners[generation.tenant, generation.owner] += 1
+
+    def place(self, generation: Generation) -> tuple[int, int, int, int]:
+        """The lowest comes next."""
+        tenant = generation.tenant
+        return (
+            max(generation.priority, 0),
+            self._tenants[tenant],
+            generation.priority,
+            self._owners[tenant, generation.owner],
+        )
 
 
 class WaitingLine:
@@ -47,27 +73,24 @@ class WaitingLine:
         with self.changed:
             self._waiting.remove(generation)
 
-    def in_order(self, running: Iterable[Generation]) -> list[Generation]:
-        """Whose tenant runs least comes first; of a tenant's by priority (lower first), then whoever's owner runs least; then by
-        arrival. Who gives way by a priority above 0 gives way to all, but a request's word gets nobody past other tenants.
-        A preempted one keeps its arrival."""
-        tenants: Counter[str] = Counter()
-        owners: Counter[tuple[str, str]] = Counter()
-        for generation in running:
-            tenants[generation.tenant] += 1
-            owners[generation.tenant, generation.owner] += 1
+    def standing(self) -> list[Generation]:
+        """Those in the line, in no order."""
         with self.changed:
-            waiting = list(self._waiting)
-        return sorted(
-            waiting,
-            key=lambda g: (
-                max(g.priority, 0),
-                tenants[g.tenant],
-                g.priority,
-                owners[g.tenant, g.owner],
-                g.queued_at,
-            ),
-        )
+            return list(self._waiting)
+
+    def in_order(self, turns: Turns) -> Iterator[Generation]:
+        """Whose turn it is, one after another; what `turns` is told meanwhile counts for those that are left. A preempted one
+        keeps its arrival."""
+        line = [(turns.place(g), g.queued_at, number, g) for number, g in enumerate(self.standing())]
+        heapify(line)
+        while line:
+            place, queued_at, number, generation = line[0]
+            # A place only gets worse, so whoever is first by an old one and keeps it is first.
+            if (now := turns.place(generation)) != place:
+                heapreplace(line, (now, queued_at, number, generation))
+                continue
+            heappop(line)
+            yield generation
 
     def take_ended(self, now: float) -> list[Generation]:
         """Removes and returns those that were cancelled or whose deadline has passed."""

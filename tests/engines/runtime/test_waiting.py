@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from engines.runtime.generation import Generation
-from engines.runtime.waiting import WaitingLine
+from engines.runtime.waiting import Turns, WaitingLine
 from tests.engines.runtime.test_core import generation
 
 
@@ -19,7 +19,7 @@ def asked(name: str, tenant: str, **fields: object) -> Generation:
 def order(waiting: list[Generation], running: list[Generation]) -> list[str]:
     line = WaitingLine(100)
     line.put(waiting, 0)
-    return [one.request_id for one in line.in_order(running)]
+    return [one.request_id for one in line.in_order(Turns(running))]
 
 
 def test_no_priority_and_no_name_gets_a_request_past_another_tenant() -> None:
@@ -47,3 +47,13 @@ def test_within_a_tenant_urgency_then_the_owner_that_runs_least_then_arrival() -
 def test_one_name_of_two_tenants_is_two_owners() -> None:
     mine, theirs = asked("mine", "a", owner="user"), asked("theirs", "b", owner="user")
     assert order([mine, theirs], [asked("runs", "a", owner="user")]) == ["theirs", "mine"]
+
+
+def test_who_begins_in_a_turn_counts_for_those_behind() -> None:
+    line = WaitingLine(100)
+    line.put([*(asked(f"burst {n}", "a") for n in range(3)), asked("late", "b")], 0)
+    turns, began = Turns([]), []
+    for one in line.in_order(turns):
+        turns.began(one)
+        began.append(one.request_id)
+    assert began == ["burst 0", "late", "burst 1", "burst 2"]
