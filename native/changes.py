@@ -11,6 +11,7 @@ from native.cell_window import CELL_WINDOW
 from native.errors import BuildFailed
 from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
+from native.state_ranges import STATE_RANGES
 
 CHANGES = (
     # A context that can take back K tokens of a recurrent model copies K + 1 states of the convolution in every layer and step,
@@ -139,6 +140,7 @@ CHANGES = (
         "bool llama_state_seq_queues(void) {\n    return true;\n}\n",
     ),
     *CELL_WINDOW,
+    *STATE_RANGES,
 )
 
 # What a build makes only if it is asked to (`--change NAME`), because it has not run on a card yet. Once it has: `*ROW_BLOCKS,`

@@ -1,8 +1,10 @@
 """Pieces of sequences' state, out of the context and into it. Belongs to the core's thread; each call is one short slice.
 
 A block of attention rows leaves through a scratch sequence that shares just its cells, and enters through one that is emptied
-at once; so the scratch sequences are empty between calls. llama.cpp checks little of what it loads and may leave half a state
-behind: everything is checked here first, and whatever still fails leaves the sequence and the scratch ones empty, verified.
+at once; so the scratch sequences are empty between calls. Our own builds of llama.cpp need none: a range is read where it is,
+and appended where it belongs (native/state_ranges.py), which the probe proves first. llama.cpp checks little of what it loads
+and may leave half a state behind: everything is checked here first, and whatever still fails leaves the sequence and the scratch
+ones empty, verified.
 
 What needs no context is apart (`finished_…`, `check_…`), so that a transfer can do it on another thread meanwhile.
 """
@@ -10,12 +12,13 @@ What needs no context is apart (`finished_…`, `check_…`), so that a transfer
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 
 from engines.errors import NoCellsFree, StateError, StateInvalid
 from engines.runtime.cells import Sequence
-from engines.runtime.llama import Batch, Llama
+from engines.runtime.llama import HAS_RANGES, Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_draft import DraftCodec, probed_drafts
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout, Tokens
@@ -35,6 +38,10 @@ class StateCodec:
         self._cache = cache
         self._llama = llama
         self._scratch, self._empty = cache.scratch
+        # Whether ranges leave and enter without a scratch sequence.
+        self.ranges = False
+        # Calls that moved state. Each waits for what was queued before it, which alone tells that this is there (state_dock.py).
+        self.calls = 0
         # Where the engine drafts with the model's own head, and its states are known.
         self.drafts: DraftCodec | None = None
         # Also a windowed model's base rows, which its positions do not tell of.
@@ -71,13 +78,15 @@ class StateCodec:
 
     def take_block(self, sequence: Sequence, start: int, end: int, buffer: Bytes, *, queued: bool = False) -> int:
         """`export_block` without its checks: the bytes that llama.cpp writes, for `finished_block` (once they are there)."""
+        if self.ranges:
+            return self._called(self._llama.export_range(sequence.index, start, end, buffer, queued=queued))
         scratch = self._scratch.index
         try:
             self._llama.share_range(sequence.index, scratch, start, end)
             if self.layout.recurrent:
                 # Sharing took the recurrent state along; an empty sequence's takes its place.
                 self._llama.share_range(self._empty.index, scratch, 0, 0)
-            return self._llama.export_into(scratch, buffer, partial=False, queued=queued)
+            return self._called(self._llama.export_into(scratch, buffer, partial=False, queued=queued))
         finally:
             self._llama.clear(scratch, end - start)
 
@@ -100,7 +109,11 @@ class StateCodec:
 
     def take_part(self, sequence: Sequence, buffer: Bytes, *, queued: bool = False) -> int:
         """`export_part` without its checks: the bytes that llama.cpp writes, for `finished_part` (once they are there)."""
-        return self._llama.export_into(sequence.index, buffer, partial=True, queued=queued)
+        return self._called(self._llama.export_into(sequence.index, buffer, partial=True, queued=queued))
+
+    def _called(self, written: int) -> int:
+        self.calls += written > 0
+        return written
 
     def finished_part(self, taken: Bytes, tokens: int) -> Bytes:
         """What was taken of a sequence of `tokens` tokens, checked. On any thread."""
@@ -135,11 +148,17 @@ class StateCodec:
         if not self._cache.make_room(count):
             raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {count} are needed.")
         scratch = self._scratch.index
-        if not self._llama.import_from(scratch, block, partial=False, queued=queued):
+        if self.ranges:
+            entered = self._llama.append_from(sequence.index, block, queued=queued)
+        else:
+            entered = self._llama.import_from(scratch, block, partial=False, queued=queued)
+        if not entered:
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused a block of the state.")
-        self._llama.share_range(scratch, sequence.index, start, start + count)
-        self._llama.clear(scratch, count)
+        self._called(block.nbytes)
+        if not self.ranges:
+            self._llama.share_range(scratch, sequence.index, start, start + count)
+            self._llama.clear(scratch, count)
         sequence.receive(count)
 
     def import_part(self, sequence: Sequence, tokens: int, part: Bytes) -> None:
@@ -152,6 +171,7 @@ class StateCodec:
         if not self._llama.import_from(sequence.index, part, partial=True, queued=queued):
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused the last part of the state.")
+        self._called(part.nbytes)
 
     def complete(self, sequence: Sequence, tokens: list[int]) -> None:
         """Ends an import: from here on the sequence's prefix is found and reused. Raises StateError if the state is not whole."""
@@ -215,11 +235,13 @@ def _probed(cache: PrefixCache, llama: Llama) -> StateCodec:
         raise LayoutUnknown("a state has another size than its layout says")
     codec = StateCodec(cache, llama, layout)
     probe.append(tokens)
-    _out_and_in(codec, probe, tokens, queued=False)
+    _in(codec, probe, tokens, _out(codec, probe, tokens))
     if not np.array_equal(_whole(llama, probe), before):
         raise LayoutUnknown("a state that went out and in again has other bytes")
+    if HAS_RANGES:
+        _prove_ranges(codec, probe, tokens, before)
     if llama.queues_states:
-        _out_and_in(codec, probe, tokens, queued=True)
+        _in(codec, probe, tokens, _out(codec, probe, tokens, queued=True), queued=True)
         if not np.array_equal(_whole(llama, probe), before):
             log.error("queued copies of states are not what they should be: this engine copies them one by one")
             llama.queues_states = False
@@ -228,24 +250,61 @@ def _probed(cache: PrefixCache, llama: Llama) -> StateCodec:
     return codec
 
 
-def _out_and_in(codec: StateCodec, probe: Sequence, tokens: list[int], *, queued: bool) -> None:
-    """The probe's state in two blocks and a part, and then these in its place."""
-    taken = []
+@dataclass(frozen=True)
+class _Pieces:
+    """What a probe's state left as: two blocks, by where they begin, and a part (of no bytes where there is none)."""
+
+    blocks: dict[int, Bytes]
+    part: Bytes
+
+    def same(self, other: _Pieces) -> bool:
+        blocks = all(np.array_equal(block, other.blocks[start]) for start, block in self.blocks.items())
+        return blocks and np.array_equal(self.part, other.part)
+
+
+def _prove_ranges(codec: StateCodec, probe: Sequence, tokens: list[int], before: Bytes) -> None:
+    """Turns `codec.ranges` on if they leave as through the scratch sequence, and what they bring in is the state."""
+    by_scratch = _out(codec, probe, tokens)
+    codec.ranges = True
+    try:
+        by_range = _out(codec, probe, tokens)
+        proved = by_range.same(by_scratch)
+        _in(codec, probe, tokens, by_range)
+        proved = proved and np.array_equal(_whole(codec._llama, probe), before)
+    except StateError as error:
+        log.error("ranges of states: %s", error.message)
+        proved = False
+    if not proved:
+        log.error("ranges of states are not what they should be: this engine moves them through a scratch sequence")
+        codec.ranges = False
+        codec.abandon(probe)
+        _in(codec, probe, tokens, by_scratch)
+
+
+def _out(codec: StateCodec, probe: Sequence, tokens: list[int], *, queued: bool = False) -> _Pieces:
+    """The probe's state in two blocks and a part."""
+    taken = {}
     for start, end in ((0, PROBE_CUT), (PROBE_CUT, PROBE_TOKENS)):
         buffer = np.zeros(codec.capacity_bytes(end - start), dtype=np.uint8)
-        taken.append((start, tokens[start:end], buffer[: codec.take_block(probe, start, end, buffer, queued=queued)]))
+        taken[start, end] = buffer[: codec.take_block(probe, start, end, buffer, queued=queued)]
     part = np.zeros(codec.part_bytes(probe), dtype=np.uint8)
     if codec.layout.has_part:
         part = part[: codec.take_part(probe, part, queued=queued)]
     codec.settle()
-    blocks = [(start, inside, codec.finished_block(block, start, inside)) for start, inside, block in taken]
+    blocks = {start: codec.finished_block(block, start, tokens[start:end]) for (start, end), block in taken.items()}
+    return _Pieces(blocks, codec.finished_part(part, PROBE_TOKENS) if codec.layout.has_part else part)
+
+
+def _in(codec: StateCodec, probe: Sequence, tokens: list[int], pieces: _Pieces, *, queued: bool = False) -> None:
+    """The pieces in place of what the probe holds."""
     probe.clear()
-    for start, inside, block in blocks:
+    for start, block in pieces.blocks.items():
+        inside = tokens[start : PROBE_CUT if start == 0 else PROBE_TOKENS]
         codec.layout.check_block(block, start, inside)
         codec.enter_block(probe, start, len(inside), block, queued=queued)
     if codec.layout.has_part:
-        codec.layout.check_part(codec.finished_part(part, PROBE_TOKENS), PROBE_TOKENS)
-        codec.enter_part(probe, part, queued=queued)
+        codec.layout.check_part(pieces.part, PROBE_TOKENS)
+        codec.enter_part(probe, pieces.part, queued=queued)
     codec.settle()
     codec.complete(probe, tokens)
 

@@ -86,8 +86,9 @@ class Lane:
 
     An errand per job would leave the core idle for the way to the event loop and back after each. What a job needs before it
     (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along. Where the codec
-    queues, a job counts as done once the next one is, or when none follows at once. Where nothing is proved apart, what a quick
-    job needs is done by the core's thread itself: its bytes are then in the caches of the core that copies them.
+    queues, a job counts as done once a call of the next one has waited for its copies, and else once they were waited for. Where
+    nothing is proved apart, what a quick job needs is done by the core's thread itself: its bytes are then in the caches of the
+    core that copies them.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Lane:
         self._codec = codec
         self._threads = threads
         self._proves_apart = proves_apart
-        self._queued: tuple[_Job, Any] | None = None
+        # Jobs whose copies may still be under way, with their results.
+        self._queued: list[tuple[_Job, Any]] = []
         self._untold: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
@@ -177,6 +179,7 @@ class Lane:
         return ready.done()
 
     def _advance(self, job: _Job, cache: PrefixCache) -> None:
+        calls = self._codec.calls
         try:
             if self._failure is not None:
                 raise self._failure
@@ -186,21 +189,28 @@ class Lane:
                 job.first()
             result = job.work(cache)
         except (Exception, CancelledError) as error:  # noqa: BLE001 - whoever waits for the job gets it
-            self._settle_queued()
+            # What it had queued before it failed would still go on in memory that is another's then.
+            self._settle_queued(also_unnoted=True)
             self._failure = error
             self._settle(job, None, error)
             return
-        before, self._queued = self._queued, (job, result) if self._codec.queues else None
-        if before is not None:
-            self._worked(*before)
-        if self._queued is None:
-            self._worked(job, result)
+        self._queued.append((job, result))
+        if self._codec.queues and self._codec.calls != calls:
+            before, self._queued = self._queued[:-1], self._queued[-1:]
+            self._are_there(before)
+        else:
+            # A draft head's rows come out of a context of its own, hidden rows out of none: no call waited for what is queued.
+            self._settle_queued()
 
-    def _settle_queued(self) -> None:
-        if self._queued is not None:
+    def _settle_queued(self, *, also_unnoted: bool = False) -> None:
+        if self._codec.queues and (self._queued or also_unnoted):
             self._codec.settle()
-            before, self._queued = self._queued, None
-            self._worked(*before)
+        before, self._queued = self._queued, []
+        self._are_there(before)
+
+    def _are_there(self, jobs: list[tuple[_Job, Any]]) -> None:
+        for job, result in jobs:
+            self._worked(job, result)
 
     def _worked(self, job: _Job, result: Any) -> None:
         if job.then is None:

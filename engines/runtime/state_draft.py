@@ -16,6 +16,7 @@ import llama_cpp
 import numpy as np
 
 from engines.errors import StateError
+from engines.runtime import llama
 from engines.runtime.draft_rows import DraftRows
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout
 
@@ -48,6 +49,8 @@ class DraftCodec:
         self._model = model
         self._scratch = scratch
         self._memory = llama_cpp.llama_get_memory(model.native)
+        # Whether rows leave and enter without the scratch sequence.
+        self.ranges = False
 
     def look(self, rows: DraftRows | None, length: int) -> DraftLook | None:
         """None where the head could not go on from a sequence of `length` tokens anyway."""
@@ -61,6 +64,8 @@ class DraftCodec:
 
     def take_block(self, index: int, start: int, end: int, buffer: Bytes) -> int:
         """Writes the rows of positions [start, end) into `buffer`; the bytes written, for `finished_block`."""
+        if self.ranges:
+            return llama.export_range(self._model.native, index, start, end, buffer)
         try:
             llama_cpp.llama_memory_seq_cp(self._memory, index, self._scratch, start, end)
             return _get(self._model.native, self._scratch, buffer)
@@ -84,10 +89,13 @@ class DraftCodec:
 
     def enter_block(self, rows: DraftRows, start: int, count: int, block: Bytes) -> bool:
         """Appends a checked block. False, and the head holds nothing of the sequence, where there was no room."""
-        done = _set(self._model.native, self._scratch, block)
-        if done:
-            llama_cpp.llama_memory_seq_cp(self._memory, self._scratch, rows.index, start, start + count)
-        self._clear(self._scratch)
+        if self.ranges:
+            done = llama.append_from(self._model.native, rows.index, block)
+        else:
+            done = _set(self._model.native, self._scratch, block)
+            if done:
+                llama_cpp.llama_memory_seq_cp(self._memory, self._scratch, rows.index, start, start + count)
+            self._clear(self._scratch)
         if not done:
             log.warning("the draft context takes no rows of a state: drafts begin anew")
             self._clear(rows.index)
@@ -130,19 +138,32 @@ def _probed(model: DraftModel, index: int, scratch: int) -> DraftCodec:
     before = _whole(model, index)
     layout = StateLayout.learn(before, before, count)
     codec = DraftCodec(model, scratch, layout)
-    blocks = []
-    for start, end in ((0, _PROBE_CUT), (_PROBE_CUT, count)):
-        buffer = np.empty(layout.block_bytes(end - start), dtype=np.uint8)
-        taken = buffer[: codec.take_block(index, start, end, buffer)]
-        blocks.append((start, codec.finished_block(taken, start, tokens[start:end])))
-    codec._clear(index)
-    entering = DraftRows(index, model)
-    for start, block in blocks:
-        if not codec.enter_block(entering, start, min(_PROBE_CUT, count - start), block):
-            raise LayoutUnknown("the probe's rows could not be brought back")
-    if not np.array_equal(_whole(model, index), before):
-        raise LayoutUnknown("rows that went out and in again have other bytes")
+    for ranges in (False, True) if llama.HAS_RANGES else (False,):
+        codec.ranges = ranges
+        try:
+            _prove(codec, index, tokens, before)
+        except StateError as error:
+            if not ranges:
+                raise
+            log.error("ranges of drafts' rows move through a scratch sequence: %s", error.message)
+            codec.ranges = False
     return codec
+
+
+def _prove(codec: DraftCodec, index: int, tokens: list[int], before: Bytes) -> None:
+    """Raises StateError if the probe's rows, out in two blocks and in again, are others."""
+    blocks = []
+    for start, end in ((0, _PROBE_CUT), (_PROBE_CUT, len(tokens))):
+        buffer = np.empty(codec.layout.block_bytes(end - start), dtype=np.uint8)
+        taken = buffer[: codec.take_block(index, start, end, buffer)]
+        blocks.append((start, end, codec.finished_block(taken, start, tokens[start:end])))
+    codec._clear(index)
+    entering = DraftRows(index, codec._model)
+    for start, end, block in blocks:
+        if not codec.enter_block(entering, start, end - start, block):
+            raise StateError("the probe's rows could not be brought back")
+    if not np.array_equal(_whole(codec._model, index), before):
+        raise StateError("rows that went out and in again have other bytes")
 
 
 def _whole(model: DraftModel, index: int) -> Bytes:

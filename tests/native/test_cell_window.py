@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -16,32 +15,11 @@ import pytest
 from tests.synthetic_gguf import write_gemma3, write_llama, write_qwen3, write_qwen35, write_qwen35moe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A build is named after what it is made of, and made once.
-HOME = ROOT / "build" / "native-soak"
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed"),
 ]
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    HOME.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "native.build_native",
-        "--json",
-        "--arch",
-        "cpu",
-        "--nice",
-        "0",
-        "--home",
-        str(HOME),
-    ]
-    ended = subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.PIPE, text=True)
-    return Path(json.loads(ended.stdout.splitlines()[-1])["library"])
 
 
 def logits(model: Path, out: Path, **environment: str) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engines.errors import NoCellsFree, StateError, StateIncompatible, StateInvalid
+from engines.runtime import llama, state_codec
 from engines.runtime.cells import Sequence
 from engines.runtime.core import EngineCore
 from engines.runtime.prefix import PrefixCache
@@ -108,10 +109,10 @@ async def test_blocks_that_leave_while_the_engine_decodes_are_those_of_a_still_o
     model = tiny_model(architecture)
     async with two(model) as (a, b):
         neighbour = generation(prompt_of(model, 40, start=3), 300)
-        mover = generation(prompt_of(model, 130), 180)
+        mover = generation(prompt_of(model, 130), 500)
         a.submit(mover, neighbour)
         live: list[tuple[int, Bytes]] = []
-        while len(live) < 4:  # 256 of its 309 tokens, each block as soon as it is there
+        while len(live) < 4:  # 256 of its 629 tokens, each block as soon as it is there
             await mover.mailbox.take(10)
             begin = BLOCK * len(live)
 
@@ -285,3 +286,42 @@ async def test_an_engine_with_an_unknown_layout_shares_nothing_and_still_answers
         assert "layouts fit" in reason or "computed" in reason
         assert "will not share state" in caplog.text
         assert (await run(core, [1, 2, 10], 5)).tokens[3:] == model.follow(10, 5)
+
+
+def _zeros(_context: object, _seq: int, _start: int, _end: int, buffer: Bytes, _flags: int = 0) -> int:
+    buffer[:] = 0
+    return buffer.nbytes
+
+
+RANGE_FAULTS: dict[str, tuple[str, Callable[..., int]]] = {
+    "gives nothing": ("export_range", lambda *_: 0),
+    "gives other bytes": ("export_range", _zeros),
+    "takes nothing": ("append_from", lambda *_: False),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *RANGE_FAULTS])
+async def test_ranges_are_used_where_the_library_has_them_and_they_are_right(
+    tiny_model: Callable[..., SyntheticModel],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str | None,
+) -> None:
+    """With the wheel's library all of them fail at the first call; with ours what is not at fault works."""
+    model = tiny_model("qwen35", nextn=True)
+    if fault:
+        monkeypatch.setattr(llama, *RANGE_FAULTS[fault])
+        monkeypatch.setattr(llama, "HAS_RANGES", True)
+        monkeypatch.setattr(state_codec, "HAS_RANGES", True)
+        if not hasattr(llama.llama_cpp.llama_cpp._lib, "llama_state_seq_append"):
+            monkeypatch.setattr(llama, "append_from", lambda *_: False)
+            monkeypatch.setattr(llama, "export_range", RANGE_FAULTS[fault][1])
+    async with running(model, speculation="mtp", draft_tokens=3) as core:
+        assert core.codec is not None
+        assert core.codec.drafts is not None
+        assert core.codec.ranges == core.codec.drafts.ranges == (fault is None and llama.HAS_RANGES)
+        assert ("through a scratch sequence" in caplog.text) == (fault is not None)
+        await run(core, prompt_of(model, 100), 10)
+        pieces = await done(core, lambda cache, codec: exported(codec, cache.slots[0].sequence))
+        await done(core, lambda cache, codec: import_all(codec, cache.slots[2].sequence, pieces))
+        assert same(pieces, await done(core, lambda cache, codec: exported(codec, cache.slots[2].sequence)))

@@ -20,7 +20,6 @@ from engines.errors import (
     StateSharingOff,
     StateTooLarge,
 )
-from engines.runtime.arena import ALIGNMENT_BYTES
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.state_desk import RestoreTerms, StateDesk
@@ -71,55 +70,6 @@ async def refused(desk: StateDesk, raw: bytes, error: type[EngineError], words: 
         await restored(desk, raw, **terms)
     meta = await desk.meta(1)
     assert (meta.n_past, meta.is_transferring) == (0, False)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
-async def test_pieces_that_are_queued_are_the_same_and_a_bad_one_leaves_nothing(
-    tiny_model: Callable[..., SyntheticModel], architecture: str
-) -> None:
-    """As on a card with our build of llama.cpp; another one passes the flag over."""
-    model = tiny_model(architecture)
-    async with desk_of(model) as (core, desk):
-        await run(core, prompt_of(model, 300), 10)
-        plain = await exported(desk)
-        assert core.llama is not None
-        core.llama.queues_states = True
-        assert await exported(desk) == plain
-        pieces = opened(plain)[1]
-        for at in (40, len(pieces) // 2, len(pieces) - 40):
-            damaged = bytearray(pieces)
-            damaged[at] ^= 4
-            await refused(desk, plain[: -len(pieces)] + bytes(damaged), StateInvalid, "damaged")
-        await refused(desk, plain[:-700], StateInvalid, "ends")
-        assert await restored(desk, plain) == "exact"
-        assert opened(await exported(desk, 1))[0].tokens == opened(plain)[0].tokens
-        blocks = sum(32 + piece.size_bytes for piece in opened(plain)[0].pieces if piece.kind in ("block", "part"))
-        assert opened(await exported(desk, 1))[1][:blocks] == pieces[:blocks]
-        await asyncio.gather(exported(desk), exported(desk, 1), run(core, prompt_of(model, 30), 5))
-
-
-async def test_a_last_part_that_is_taken_early_gives_way_where_there_is_no_other_room(
-    tiny_model: Callable[..., SyntheticModel],
-) -> None:
-    model = tiny_model("qwen35")
-    async with desk_of(model) as (core, desk):
-        await run(core, prompt_of(model, 300), 10)
-        plain = await exported(desk)
-        assert core.llama is not None
-        core.llama.queues_states = True
-        async with await desk.export(0) as state:
-            largest = max(piece.size_bytes for piece in state.manifest.pieces)
-            others = await state.arena.take(state.arena.free_bytes - -(-largest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-            with others:
-                raw = b"".join([bytes(buffer) async for buffer in state])
-        assert raw == plain
-        # Whoever leaves before the end gives everything back.
-        async with await desk.export(0) as state:
-            free_bytes = state.arena.free_bytes
-            async for exported_piece in state.pieces():
-                exported_piece.buffer.free()
-                break
-        assert state.arena.free_bytes == free_bytes
 
 
 async def test_a_state_of_another_model_type_or_size_is_refused_by_name(
