@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from engines import api_constraint
 
+# How a move's exchanges and manifest are written. Engines that say nothing of it are of form 1.
+FORM = 2
 # In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits).
 PLACE = struct.Struct("<Q16s")
 # An exchange brings at most so many; places that are none fill one up that ends before it has as many as were announced.
@@ -79,7 +81,7 @@ class PrefixMark:
 class AdoptBody:
     """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end. `marks`: what
     the target may already hold of it, the shortest first. `of` names the move that this one is a part of: `choice` of the request
-    that comes by it. `constraint` is its form, which the target makes ready before the source stops."""
+    that comes by it. `constraint` is its form, which the target makes ready before the source stops. `form` is the move's own."""
 
     handoff: str
     fence: int
@@ -95,16 +97,18 @@ class AdoptBody:
     choice: int = 0
     of: str = ""
     constraint: api_constraint.ConstraintSpec | None = None
+    form: int = 1
 
 
 @dataclass(frozen=True)
 class AdoptAnswer:
     """The slot that was taken, or of an idle conversation that comes as a stream will be. `on_shelf`: pieces are taken from the
-    offered memory. The first `held_tokens` are there and are not sent."""
+    offered memory. The first `held_tokens` are there and are not sent. `form` is the one that the target takes."""
 
     slot_id: int
     on_shelf: bool = False
     held_tokens: int = 0
+    form: int = 1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ async def gone_on(
     """All choices of the request by their number: those that arrived go on in their slots, in one mailbox.
 
     Raises StateInvalid when they are not what one request consists of, and what `resumed` and `begin_together` raise; then none
-    goes on.
+    goes on, and nobody's sampler is left.
     """
     # Beside the core's thread, which has others' tokens to draw meanwhile.
     manifests = [manifest for _, manifest in arrived]
@@ -28,12 +28,14 @@ async def gone_on(
     try:
         for adopting, manifest in arrived:
             await adopting.require_all(manifest)
-        every = await making
+        # A cancel must not take along what the thread has made.
+        every = await asyncio.shield(making)
         going = {one.choice: one for one in every if one.outcome is None}
         await begin_together(arrived, [going[_state_of(manifest).choice] for _, manifest in arrived])
     except BaseException:
         await asyncio.wait((making,))
         if not making.cancelled() and making.exception() is None:
+            # One that has begun all the same was cancelled, and ends in its slot.
             _close(one for one in making.result() if not one.cancelled)
         raise
     return every

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engines.errors import StateInvalid
+from engines.errors import GenerationStays, StateInvalid, StateTooLarge
 from engines.rpc_exchange import Exchange
 from engines.rpc_handoff import HEAD_LENGTH
+from engines.runtime.arena import Arena
 from engines.runtime.generation import Generation
 from engines.runtime.handoff_shelf import Shelf
 from engines.runtime.state_adopt import Adopting
-from engines.runtime.state_forms import checksum_of
+from engines.runtime.state_forms import checksum_of, digest_of
 from engines.runtime.state_snapshot import MAX_TOKENS, Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
-from engines.wire_handoff import NO_PLACE, PLACE, AdoptBody, AdoptedAnswer, BlockHead
+from engines.wire_handoff import FORM, NO_PLACE, PLACE, AdoptBody, AdoptedAnswer, BlockHead
 
 if TYPE_CHECKING:
     from engines.runtime.handoff_in import ArrivingHandoffs
@@ -115,6 +116,29 @@ async def read_place(exchange: Exchange, shelf: Shelf, piece: StatePiece) -> Del
     if offset == NO_PLACE:
         return None
     return Delivery(piece, shelf.piece(offset, piece.size_bytes), shelf.left, proof, checksum_of)
+
+
+async def read_piece(exchange: Exchange, piece: StatePiece, proof: bytes, arena: Arena) -> Delivery:
+    """The next piece, whose bytes stand in the exchange. Raises StateInvalid, StateTooLarge."""
+    if not 0 < piece.size_bytes <= exchange.unread_bytes:
+        raise StateInvalid(f"A piece is said to have {piece.size_bytes} bytes; {exchange.unread_bytes} are left.")
+    if piece.size_bytes > arena.size_bytes:
+        raise StateTooLarge(f"A piece has {piece.size_bytes} bytes; here one may have {arena.size_bytes}.")
+    buffer = await arena.take(piece.size_bytes)
+    try:
+        await exchange.read_into(memoryview(buffer.data.data))
+    except BaseException:
+        buffer.free()
+        raise
+    return Delivery(piece, buffer.data, buffer.free, proof, digest_of)
+
+
+def require_form(body: AdoptBody) -> None:
+    """Raises GenerationStays for a source of another version, which would fail later, behind its stop."""
+    if body.form != FORM:
+        raise GenerationStays(
+            f"The source runs another version: it makes moves of form {body.form}, this engine takes form {FORM}."
+        )
 
 
 def require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None:

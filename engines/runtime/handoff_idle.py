@@ -11,7 +11,7 @@ from engines.errors import DeadlineExceeded
 from engines.rpc_handoff import ADOPT_PATIENCE_S
 from engines.runtime.core import EngineCore
 from engines.runtime.errands import Work
-from engines.runtime.handoff_way import Way
+from engines.runtime.handoff_way import Way, require_going
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_export import ExportedPiece, ExportedState
@@ -91,12 +91,12 @@ class IdleMove:
         pieces = self._in_time(state.pieces(way.prove))
         if way.on_shelf:
             largest_bytes = max((room_of(terms, piece) for piece in state.manifest.pieces), default=0)
-            await way.send_pieces(manifest, way.held_tokens, pieces, largest_bytes, _at_once)
+            require_going(await way.send_pieces(manifest, way.held_tokens, pieces, largest_bytes, _at_once))
         else:
             rest = state.manifest.pieces
             now = asyncio.get_running_loop().create_future()
             now.set_result(None)
-            await way.send_rest(manifest, way.held_tokens, rest, pieces, ADOPT_PATIENCE_S, now)
+            require_going(await way.send_rest(manifest, way.held_tokens, rest, pieces, ADOPT_PATIENCE_S, now))
 
     async def _in_time(self, pieces: AsyncIterator[ExportedPiece]) -> AsyncIterator[ExportedPiece]:
         async for exported in pieces:

@@ -35,9 +35,11 @@ from engines.runtime.handoff_entry import (
     OVER,
     Adopted,
     read_head,
+    read_piece,
     read_place,
     read_tokens,
     require_expected,
+    require_form,
 )
 from engines.runtime.handoff_shelf import Shelf, Shelves
 from engines.runtime.origin import Origin
@@ -45,10 +47,10 @@ from engines.runtime.prefix import PrefixCache, Source
 from engines.runtime.preparation import Preparation
 from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_forms import DIGEST_BYTES, checksum_of, digest_of
+from engines.runtime.state_forms import DIGEST_BYTES, checksum_of
 from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
-from engines.wire_handoff import AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead, ShelfOffer
+from engines.wire_handoff import FORM, AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead, ShelfOffer
 from engines.wire_json import read_json
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -83,14 +85,15 @@ class ArrivingHandoffs:
     async def begin(self, body: AdoptBody, source_gone: asyncio.Event) -> AdoptAnswer:
         """ADOPT, over a connection whose end `source_gone` tells.
 
-        Raises HandoffStale, SlotBusy (too many moves at once), NoCellsFree (no idle slot), StateIncompatible, and what a form is
-        refused with.
+        Raises HandoffStale, GenerationStays (a source of another version), SlotBusy (too many moves at once), NoCellsFree (no
+        idle slot), StateIncompatible, and what a form is refused with.
         """
         first = self._open(body.of) if body.of else None
         if first is None:
             self._require_newest(body)
         elif (first.body.fence, first.body.session, first.first) != (body.fence, body.session, None):
             raise HandoffStale("The move that this one is a part of was granted under another number.")
+        require_form(body)
         terms = await self._desk.terms()
         Fingerprint.parse(terms.fingerprint).require(Fingerprint.parse(body.fingerprint))
         if first is not None:
@@ -117,7 +120,7 @@ class ArrivingHandoffs:
         self._known[body.handoff] = entry
         self._watch(entry, SILENCE_S)
         entry.leaving = asyncio.ensure_future(self._left_alone(entry, source_gone))
-        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens)
+        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens, FORM)
 
     async def _fenced(self, body: AdoptBody) -> None:
         """Nothing of an older move of the session is taken from here on. Raises HandoffStale, SlotBusy."""
@@ -196,7 +199,7 @@ class ArrivingHandoffs:
         if head.offset is None:
             if head.size_bytes != exchange.unread_bytes:
                 raise StateInvalid("A block's head does not fit its bytes.")
-            return await self._delivery(exchange, piece, proof)
+            return await read_piece(exchange, piece, proof, (await self._desk.terms()).dock.arena)
         if entry.shelf is None:
             raise StateInvalid("A piece is said to lie on a shelf that was not taken.")
         data = entry.shelf.piece(head.offset, head.size_bytes)
@@ -224,7 +227,8 @@ class ArrivingHandoffs:
             if entry.shelf is None:
                 proof = bytearray(DIGEST_BYTES)
                 await exchange.read_into(memoryview(proof))
-                await taken.begin(await self._delivery(exchange, entry.awaited[0], bytes(proof)))
+                arena = (await self._desk.terms()).dock.arena
+                await taken.begin(await read_piece(exchange, entry.awaited[0], bytes(proof), arena))
             elif (delivery := await read_place(exchange, entry.shelf, entry.awaited[0])) is None:
                 await exchange.drop_rest()
                 break
@@ -283,20 +287,6 @@ class ArrivingHandoffs:
         for one in entry.together:
             if one not in coming:
                 await self._dropped(one)  # it ended meanwhile
-
-    async def _delivery(self, exchange: Exchange, piece: StatePiece, proof: bytes) -> Delivery:
-        dock = (await self._desk.terms()).dock
-        if not 0 < piece.size_bytes <= exchange.unread_bytes:
-            raise StateInvalid(f"A piece is said to have {piece.size_bytes} bytes; {exchange.unread_bytes} are left.")
-        if piece.size_bytes > dock.arena.size_bytes:
-            raise StateTooLarge(f"A piece has {piece.size_bytes} bytes; here one may have {dock.arena.size_bytes}.")
-        buffer = await dock.arena.take(piece.size_bytes)
-        try:
-            await exchange.read_into(memoryview(buffer.data.data))
-        except BaseException:
-            buffer.free()
-            raise
-        return Delivery(piece, buffer.data, buffer.free, proof, digest_of)
 
     async def ask(self, body: AskBody) -> AdoptedAnswer:
         """ADOPT_ASK. Raises HandoffUnknown, HandoffStale."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,13 @@ from engines.rpc_handoff import HandoffClient
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.handoff_idle import Clock, room_of
-from engines.runtime.handoff_way import Way
+from engines.runtime.handoff_way import Way, require_going
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_follow import Leaving, commit_together, stop_together
 from engines.runtime.state_snapshot import Manifest, require_tellable
 from engines.runtime.state_terms import SharingTerms
-from engines.wire_handoff import AdoptBody, AskBody, HandoffAnswer, HandoffBody
+from engines.wire_handoff import AdoptBody, AdoptedAnswer, AskBody, HandoffAnswer, HandoffBody
 
 log = logging.getLogger("hydra.engine.handoff")
 
@@ -76,7 +76,7 @@ class LiveMove:
         self._generation, self._until, self._adopt_of = generation, until, adopt_of
         self._members: list[_Member] = []
         self._clock = Clock()
-        self._has_said = False
+        self._has_said = self._is_there = False
         self._hidden_bytes = 0
         self._block_room = terms.dock.codec.capacity_bytes(terms.block_tokens)
         self._told_at = time.monotonic()
@@ -93,7 +93,7 @@ class LiveMove:
             try:
                 return await self._run(stack, generation)
             except BaseException:
-                if self._has_said:
+                if self._has_said and not self._is_there:
                     # Whoever opened the other end lets go of it, before anybody waits for a target that may not answer.
                     generation.mailbox.put(Piece(generation.choice, stays=body.handoff))
                 raise
@@ -119,8 +119,6 @@ class LiveMove:
         await self._send_rests(moving, manifests)
         pause_s = time.monotonic() - stopped_at
         self._clock.lap("rest")
-        for member in moving:
-            member.generation.handoff = body.handoff
         await commit_together([member.leaving for member in moving], body.fence)
         self._clock.lap("freed")
         return self._answer([(member, manifests[member.leaving]) for member in moving], pause_s, step_s)
@@ -269,14 +267,17 @@ class LiveMove:
             async with asyncio.timeout(REST_LIMIT_S):
                 for member in moving:
                     last = _LastWord(telling, moving if member is moving[-1] else ())
-                    await self._send_rest(member, manifests[member.leaving], last)
+                    answer = await self._send_rest(member, manifests[member.leaving], last)
                     if member is not moving[-1]:
                         await member.way.settled()
+                require_going(answer)
+            self._arrived(moving)
         except (EngineUnreachable, ProtocolBroken, TimeoutError) as error:
             if not await self._goes_on_there():
                 if isinstance(error, TimeoutError):
                     raise DeadlineExceeded("The request's state did not leave in the time of a stop.") from error
                 raise
+            self._arrived(moving)
             log.warning("handoff %s: the answer was lost (%s), but the target goes on", self._body.handoff, error)
         finally:
             telling.cancel()
@@ -284,20 +285,38 @@ class LiveMove:
             if not telling.cancelled():
                 telling.exception()  # looked at: whoever waited for it got it
 
+    def _arrived(self, moving: Sequence[_Member]) -> None:
+        """The target goes on: whatever fails from here on, also this engine's end, nobody goes on here or ends it there."""
+        self._is_there = True
+        for member in self._members:
+            member.way.is_there = True
+        for member in moving:
+            member.generation.handoff = self._body.handoff
+            member.leaving.is_there = True
+
     async def _cleared(self, members: Sequence[_Member]) -> None:
         """Of several members each must leave room on the shelf to the next one, whose largest piece may need all of it."""
         for member in members if len(members) > 1 else ():
             await member.way.settled()
 
-    async def _send_rest(self, member: _Member, manifest: Manifest, last: Awaitable[None]) -> None:
+    async def _send_rest(self, member: _Member, manifest: Manifest, last: Awaitable[None]) -> AdoptedAnswer:
+        """What the target says of the last of it."""
         leaving, way = member.leaving, member.way
-        if way.on_shelf:
-            await self._place_rest(leaving, way, manifest, last)
-            return
-        rest, exported = leaving.unsent_pieces, leaving.rest(way.prove)
-        await way.send_rest(manifest, leaving.sent_tokens, rest, exported, REST_LIMIT_S, last)
+        # What is on its way out is let go of at once where the target refuses.
+        async with aclosing(leaving.rest(way.prove)) as pieces:
+            if way.on_shelf:
+                return await self._place_rest(leaving, way, manifest, pieces, last)
+            rest = leaving.unsent_pieces
+            return await way.send_rest(manifest, leaving.sent_tokens, rest, pieces, REST_LIMIT_S, last)
 
-    async def _place_rest(self, leaving: Leaving, way: Way, manifest: Manifest, last: Awaitable[None]) -> None:
+    async def _place_rest(
+        self,
+        leaving: Leaving,
+        way: Way,
+        manifest: Manifest,
+        pieces: AsyncIterator[ExportedPiece],
+        last: Awaitable[None],
+    ) -> AdoptedAnswer:
         rest = leaving.unsent_pieces
 
         async def once_told(exported: ExportedPiece | None) -> None:
@@ -306,8 +325,7 @@ class LiveMove:
 
         largest_bytes = max((room_of(self._terms, piece) for piece in rest), default=0)
         await way.make_room(largest_bytes)
-        pieces = leaving.rest(way.prove)
-        await way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
+        return await way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
 
     async def _goes_on_there(self) -> bool:
         """Asks a target whose answer was lost until it knows; an open move ends by that. One that cannot be reached for so long

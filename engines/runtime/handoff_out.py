@@ -10,12 +10,22 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engines.api_constraint import ConstraintSpec
-from engines.errors import DeadlineExceeded, HandoffStale, SessionNotHeld, SlotBusy, StateTooLarge
+from engines.errors import (
+    DeadlineExceeded,
+    EngineError,
+    EngineStopping,
+    HandoffStale,
+    SessionNotHeld,
+    SlotBusy,
+    StateError,
+    StateTooLarge,
+)
 from engines.rpc_handoff import HandoffClient
 from engines.runtime.arena import ArenaFull
 from engines.runtime.core import EngineCore
@@ -29,7 +39,7 @@ from engines.runtime.prefix_marks import marks_of
 from engines.runtime.slots import Slot
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_terms import SharingTerms
-from engines.wire_handoff import AdoptBody, HandoffAnswer, HandoffBody
+from engines.wire_handoff import FORM, AdoptBody, HandoffAnswer, HandoffBody
 from engines.wire_json import write_json
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -61,39 +71,77 @@ class Held:
     others_run: bool = False
 
 
+class _Move:
+    """The last move of a session, and what came of it: a task that failed would keep all that its frames hold."""
+
+    def __init__(self, fence: int, moved: Coroutine[Any, Any, HandoffAnswer]) -> None:
+        self.fence = fence
+        self._task: asyncio.Task[HandoffAnswer] | None = asyncio.ensure_future(moved)
+        self._outcome: HandoffAnswer | EngineError | None = None
+        self._task.add_done_callback(self._settle)
+
+    @property
+    def runs(self) -> bool:
+        return self._task is not None
+
+    async def outcome(self) -> HandoffAnswer:
+        """Raises what the move failed with."""
+        if self._task is not None:
+            return await asyncio.shield(self._task)
+        if isinstance(self._outcome, HandoffAnswer):
+            return self._outcome
+        assert self._outcome is not None
+        raise _without_frames(self._outcome)
+
+    def _settle(self, task: asyncio.Task[HandoffAnswer]) -> None:
+        self._task = None
+        if task.cancelled():
+            self._outcome = EngineStopping("The engine is shutting down.")
+        elif (error := task.exception()) is None:
+            self._outcome = task.result()
+        elif isinstance(error, EngineError):
+            self._outcome = _without_frames(error)
+        else:
+            self._outcome = StateError(f"The move failed: {error!r}.")
+
+
+def _without_frames(error: EngineError) -> EngineError:
+    """The same to whoever is told of it."""
+    bare = type(error).__new__(type(error), *error.args)
+    vars(bare).update(vars(error))
+    return bare
+
+
 class LeavingHandoffs:
     """All moves away from this engine; used on its event loop."""
 
     def __init__(self, core: EngineCore, desk: StateDesk) -> None:
         self._core, self._desk = core, desk
-        self._moves: OrderedDict[str, tuple[int, asyncio.Task[HandoffAnswer]]] = OrderedDict()
+        self._moves: OrderedDict[str, _Move] = OrderedDict()
         self._emptying: set[asyncio.Future[None]] = set()
         self._clients: OrderedDict[tuple[str, int, str], tuple[float, HandoffClient]] = OrderedDict()
 
     async def move(self, body: HandoffBody) -> HandoffAnswer:
         """Raises HandoffStale, SlotBusy, SessionNotHeld, GenerationStays, DeadlineExceeded, and what keeps a state here or the
         target from taking it. A caller that goes away does not stop a move."""
-        fence, task = self._moves.get(body.session, (0, None))
-        if task is None or body.fence > fence:
-            if task is not None and not task.done():
+        move = self._moves.get(body.session)
+        if move is None or body.fence > move.fence:
+            if move is not None and move.runs:
                 raise SlotBusy("Another move of the session is under way.")
-            if sum(not other.done() for _, other in self._moves.values()) >= MOST_AT_ONCE:
+            if sum(other.runs for other in self._moves.values()) >= MOST_AT_ONCE:
                 raise SlotBusy(f"{MOST_AT_ONCE} moves are under way already.")
-            task = asyncio.ensure_future(self._moved(body))
-            # Looked at here, should nobody ask any more.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._moves[body.session] = (body.fence, task)
+            move = self._moves[body.session] = _Move(body.fence, self._moved(body))
             self._moves.move_to_end(body.session)
             self._forget_old()
-        elif body.fence < fence:
-            raise HandoffStale(f"Move {body.fence} of the session is older than move {fence}.")
-        return await asyncio.shield(task)
+        elif body.fence < move.fence:
+            raise HandoffStale(f"Move {body.fence} of the session is older than move {move.fence}.")
+        return await move.outcome()
 
     def _forget_old(self) -> None:
-        for session, (_, task) in list(self._moves.items()):
+        for session, move in list(self._moves.items()):
             if len(self._moves) <= MOST_KNOWN:
                 return
-            if task.done():
+            if not move.runs:
                 del self._moves[session]
 
     async def _moved(self, body: HandoffBody) -> HandoffAnswer:
@@ -244,6 +292,7 @@ def _adopt_body(
         marks=marks_of(held.tokens[:-1], terms.block_tokens),
         choice=0 if held.generation is None else held.generation.choice,
         constraint=None if held.generation is None else _told_form(held.generation),
+        form=FORM,
     )
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class Shelf:
 
     def __post_init__(self) -> None:
         if self.pinned is not None:
-            weakref.finalize(self, self.pinned.release)
+            # The last reader may be any thread, also one that must not wait for a card. A process that ends needs none of it.
+            weakref.finalize(self, _let_go, self.pinned, self.memory).atexit = False
 
     def piece(self, offset: int, size_bytes: int) -> Bytes:
         """Raises StateInvalid for a place that is not on it."""
@@ -82,6 +84,15 @@ class Shelf:
 
     def left(self) -> None:
         """A reader is through with a piece; who holds this until then keeps the shelf."""
+
+
+def _let_go(pinned: Pin, memory: Bytes) -> None:
+    threading.Thread(target=_released, args=(pinned, memory), name="shelf-unpin", daemon=True).start()
+
+
+def _released(pinned: Pin, _memory: Bytes) -> None:
+    """The memory stays mapped until here."""
+    pinned.release()
 
 
 class Shelves:

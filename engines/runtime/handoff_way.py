@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
 
-from engines.errors import EngineError, HandoffStale, StateError
+from engines.errors import EngineError, GenerationStays, HandoffStale, ProtocolBroken, StateError
 from engines.rpc_handoff import ADOPT_PATIENCE_S, HEAD_LENGTH, HandoffClient
 from engines.rpc_stream import Buffer as Bytes
 from engines.runtime.arena import Buffer
@@ -21,7 +22,7 @@ from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
-from engines.wire_handoff import NO_PLACE, PLACE, PLACES, AdoptBody, AdoptedAnswer, AskBody, BlockHead
+from engines.wire_handoff import FORM, NO_PLACE, PLACE, PLACES, AdoptBody, AdoptedAnswer, AskBody, BlockHead
 
 log = logging.getLogger("hydra.engine.handoff")
 
@@ -33,11 +34,12 @@ PLACED_BYTES = 12 << 20
 
 class Way:
     """Begins with `adopt`. Leaving its block by an error ends the move at the target, also where a generation goes on there
-    already: by then it goes on at its source."""
+    already: by then it goes on at its source. Once `is_there` the target keeps it, whatever else fails."""
 
     def __init__(self, target: HandoffClient, terms: SharingTerms, handoff: str, fence: int) -> None:
         self.target = target
         self.on_shelf = False
+        self.is_there = False
         self.held_tokens = 0
         self.sent_bytes = 0
         self.send_s = 0.0
@@ -55,7 +57,7 @@ class Way:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        heard = error is None or await self._drop()
+        heard = error is None or self.is_there or await self._drop()
         if heard:
             self._free(len(self._placed) + self._entered)
         else:
@@ -72,10 +74,14 @@ class Way:
         return True
 
     async def adopt(self, body: AdoptBody) -> None:
-        """Raises what the target refuses with."""
+        """Raises GenerationStays where the target is of another version, and what it refuses with."""
         self._runs = not body.idle
         with Offering(self._terms.dock.arena) as offer:
             answer = await self.target.adopt(replace(body, shelf=offer))
+        if answer.form != FORM:
+            raise GenerationStays(
+                f"The target runs another version: it takes moves of form {answer.form}, this engine makes form {FORM}."
+            )
         self.on_shelf, self.held_tokens = answer.on_shelf, answer.held_tokens
 
     @property
@@ -118,10 +124,10 @@ class Way:
         pieces: AsyncIterator[ExportedPiece],
         largest_bytes: int,
         before_last: Callable[[ExportedPiece | None], Awaitable[None]],
-    ) -> None:
+    ) -> AdoptedAnswer:
         """On a shelf: the manifest and the places of all that has not gone, each as soon as its piece is there, in exchanges
         between which room is made. `before_last` is asked before each piece, and before the manifest where nothing (None)
-        follows it; the first leave their engine while the manifest is written down."""
+        follows it; the first leave their engine while the manifest is written down. Returns the last exchange's answer."""
         began_at, first = time.monotonic(), asyncio.ensure_future(anext(pieces, None))
         placing = _Placing(self, pieces, first, self._left_of(manifest, known_tokens), largest_bytes, before_last)
         try:
@@ -133,9 +139,9 @@ class Way:
             head = _headed(manifest, known_tokens)
             while True:
                 places = placing.announced
-                payload = placing.payload(head, places)
                 total_bytes = len(head) + places * PLACE.size
-                answer = await self.target.adopt_rest(self._handoff, payload, total_bytes, ADOPT_PATIENCE_S)
+                async with aclosing(placing.payload(head, places)) as payload:
+                    answer = await self.target.adopt_rest(self._handoff, payload, total_bytes, ADOPT_PATIENCE_S)
                 self._free(answer.entered)
                 if not placing.left:
                     break
@@ -144,6 +150,7 @@ class Way:
         finally:
             await placing.drop_first()
         self.send_s += time.monotonic() - began_at
+        return answer
 
     def _left_of(self, manifest: Manifest, known_tokens: int) -> int:
         """How many pieces follow the manifest when the first `known_tokens` tokens, and checkpoints that went, are there."""
@@ -171,12 +178,12 @@ class Way:
         exported: AsyncIterator[ExportedPiece],
         patience_s: float,
         before_last: Awaitable[None],
-    ) -> None:
+    ) -> AdoptedAnswer:
         """Manifest and `rest` in one exchange, whose last bytes wait for `before_last`."""
         began_at, head = time.monotonic(), _headed(manifest, known_tokens)
         rest_bytes = sum(piece.size_bytes for piece in rest)
 
-        async def payload() -> AsyncIterator[Bytes]:
+        async def payload() -> AsyncGenerator[Bytes, None]:
             if not rest:
                 await before_last
             yield head
@@ -188,9 +195,12 @@ class Way:
                     yield memoryview(one.data.data)
 
         total_bytes = len(head) + rest_bytes + DIGEST_BYTES * len(rest)
-        await self.target.adopt_rest(self._handoff, payload(), total_bytes, patience_s)
+        # A target that refuses leaves the exchange in the middle of a piece, whose buffer must not wait for a collector.
+        async with aclosing(payload()) as sent:
+            answer = await self.target.adopt_rest(self._handoff, sent, total_bytes, patience_s)
         self.sent_bytes += rest_bytes
         self.send_s += time.monotonic() - began_at
+        return answer
 
     async def make_room(self, size_bytes: int) -> None:
         """Waits until the shelf has a place of `size_bytes`, or nothing of this way lies on it any more."""
@@ -236,7 +246,7 @@ class _Placing:
         """Places in the next exchange."""
         return min(PLACES, self.left)
 
-    async def payload(self, head: bytes, places: int) -> AsyncIterator[Bytes]:
+    async def payload(self, head: bytes, places: int) -> AsyncGenerator[Bytes, None]:
         """One exchange. It ends early, with places that are none, where the shelf is full."""
         yield head
         placed_bytes = 0
@@ -269,6 +279,14 @@ class _Placing:
         await asyncio.wait((first,))
         if not first.cancelled() and first.exception() is None and (exported := first.result()) is not None:
             exported.buffer.free()
+
+
+def require_going(answer: AdoptedAnswer) -> None:
+    """Of the last exchange. Raises ProtocolBroken for a target that says anything else than that the conversation is there."""
+    if answer.state != "going":
+        raise ProtocolBroken(
+            f"The target has all of the conversation and does not go on with it: it is {answer.state}."
+        )
 
 
 def _offset(exported: ExportedPiece) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.errors import EngineStopping, StateInvalid
+from engines.errors import EngineStopping, StateError, StateInvalid
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.generation import Generation
@@ -50,6 +50,8 @@ class Adopting:
         self._held_pieces = 0
         self._entering: deque[asyncio.Future[Any]] = deque()
         self._done = False
+        # Set on the core's thread: the slot is a generation's or an idle conversation's, and no move's any more.
+        self._is_in = False
 
     async def __aenter__(self) -> Adopting:
         return self
@@ -76,6 +78,8 @@ class Adopting:
         return self._arrival.slot.index
 
     def _aborted(self, _cache: PrefixCache) -> Generator[None, None, None]:
+        if self._is_in:
+            return  # it was on its way in when the move was given up
         self._cuts.drop()
         yield from self._arrival.abort(self._terms.dock.codec)
 
@@ -84,14 +88,9 @@ class Adopting:
         """Those whose blocks came in."""
         return self._arrival.tokens
 
-    async def take(self, tokens: list[int], delivery: Delivery) -> None:
-        """One block of `tokens`, while the source still decodes. Raises as a restore does."""
-        await self.begin(delivery, tokens)
-        await self.settled()
-
     async def begin(self, delivery: Delivery, tokens: Sequence[int] = ()) -> None:
-        """As `take`, but returns while the piece is on its way in; those before it have entered then. `tokens` are those of a
-        block that comes before the manifest."""
+        """Returns while the piece is on its way in; most of those before it have entered then, and raise as a restore does.
+        `tokens` are those of a block that comes before the manifest."""
         self._arrival.tokens += tokens
         self.enters(delivery)
         await self._entered(UNENTERED)
@@ -150,7 +149,7 @@ class Adopting:
             self.entered += 1
 
     async def complete(self, manifest: Manifest) -> list[StatePiece]:
-        """What the source's stop says. Returns the pieces that are still to come, for `rest`.
+        """What the source's stop says. Returns the pieces that are still to come.
 
         Raises StateIncompatible, or StateInvalid when what came in is not how it begins.
         """
@@ -179,15 +178,11 @@ class Adopting:
         self._lane.submit(promise).add_done_callback(_looked_at)
         return others[len(self._pieces) :]
 
-    async def rest(self, delivery: Delivery) -> None:
-        await self.begin(delivery)
-        await self.settled()
-
     async def finish(self, manifest: Manifest) -> None:
         """The idle conversation is in its slot. Raises StateInvalid when not everything came in."""
         self._require_came(manifest)
         # In the slice of the last piece.
-        finishing = self._lane.submit(lambda cache: deque(self._finish(cache), maxlen=0))
+        finishing = self._lane.submit(lambda cache: deque(self._finished_idle(cache), maxlen=0))
         finishing.add_done_callback(_looked_at)
         await self.settled()
         await to_its_end(finishing)
@@ -212,18 +207,18 @@ class Adopting:
         if not sequence.tokens:
             # Its last block came before anybody knew that it was the last.
             self._terms.dock.codec.complete(sequence, self._arrival.tokens)
+        if sequence.tokens != self._arrival.tokens:
+            raise StateError("The engine lost the state while it came in.")
+
+    def _finished_idle(self, cache: PrefixCache) -> Generator[None, None, None]:
+        self._require_whole()
+        yield from self._finish(cache)
 
     def _finish(self, cache: PrefixCache) -> Generator[None, None, None]:
-        self._require_whole()
+        """Nothing of it may fail: `_require_whole` was asked in the same slice."""
+        self._done = self._is_in = True
         yield from self._arrival.finish()
         self._cuts.join(cache, self._arrival.slot)
-        self._done = True
-
-    def _begin(self, cache: PrefixCache, generation: Generation) -> Generator[None, None, None]:
-        slot = self._arrival.slot
-        slot.sequence.origin = generation.origin
-        yield from self._finish(cache)
-        self._core.begin_moved(slot, generation)
 
 
 async def begin_together(arrived: Sequence[tuple[Adopting, Manifest]], going: Sequence[Generation]) -> None:
@@ -238,7 +233,16 @@ async def begin_together(arrived: Sequence[tuple[Adopting, Manifest]], going: Se
         for adopting, _ in arrived:
             adopting._require_whole()
         for (adopting, _), generation in zip(arrived, going, strict=True):
-            yield from adopting._begin(cache, generation)
+            adopting._arrival.slot.sequence.origin = generation.origin
+            yield from adopting._finish(cache)
+        for count, ((adopting, _), generation) in enumerate(zip(arrived, going, strict=True), 1):
+            try:
+                adopting._core.begin_moved(adopting._arrival.slot, generation)
+            except BaseException:
+                # What stands in a slot ends there; only of others the samplers are anybody else's to close.
+                for begun in going[:count]:
+                    first._core.cancel(begun)
+                raise
 
     def ended(_: None) -> Callable[[PrefixCache], Generator[None, None, None]]:
         for generation in going:

@@ -1,17 +1,18 @@
 """A running generation on its way to another engine: its finished blocks leave while it goes on, the rest behind a stop.
 
-The source keeps the generation until `commit`: whatever fails before, it goes on there as if nothing had been. The stop is
-fenced by a number that whoever moves the generation was granted, and it does not last: without a word in STOP_LIMIT_S the
-generation goes on, and a commit that comes later is refused. Once the last of it is about to leave (`hold`) no clock decides any
-more, since the target may go on with it.
+The source keeps the generation until `commit_together`: whatever fails before, it goes on there as if nothing had been. The
+stop is fenced by a number that whoever moves the generation was granted, and it does not last: without a word in STOP_LIMIT_S
+the generation goes on, and a commit that comes later is refused. Once the last of it is about to leave (`hold`) no clock decides
+any more, since the target may go on with it; once it is known to (`is_there`) nothing lets the generation go on here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -28,7 +29,7 @@ from engines.runtime.state_forget import forget_moved
 from engines.runtime.state_forms import Proof, checksum_of, is_quick
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_order import MAX_CHECKPOINTS
-from engines.runtime.state_snapshot import Manifest, StatePiece, captured, ended_choices, require_tellable
+from engines.runtime.state_snapshot import VERSION, Manifest, StatePiece, captured, ended_choices, require_tellable
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, slot_look
 
@@ -63,10 +64,12 @@ class _Coming:
 
 
 class Leaving:
-    """`async with` it on the source. Leaving the block without a commit lets the generation go on here."""
+    """`async with` it on the source. Leaving the block without a commit lets the generation go on here, unless `is_there`: the
+    target is known to go on with it."""
 
     def __init__(self, core: EngineCore, terms: SharingTerms, generation: Generation, fence: int) -> None:
         self.sent_tokens = 0
+        self.is_there = False
         # Checkpoints that left before the stop.
         self._cuts: list[StatePiece] = []
         self._core, self._terms, self._generation, self._fence = core, terms, generation, fence
@@ -205,15 +208,6 @@ class Leaving:
 
     # --- the stop -------------------------------------------------------------------------------
 
-    async def stop(self) -> Manifest:
-        """Takes the generation out of its slot between two of its tokens; what `rest` gives is all that is still missing.
-
-        Raises SlotBusy while its prompt is being computed or it waits, StateError for what cannot travel.
-        """
-        manifest: Manifest = await self._terms.dock.take(self._stopped, lambda _: self._resumed)
-        self._watched(manifest)
-        return manifest
-
     def _watched(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._watch = asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._stopped_too_long)
@@ -237,7 +231,7 @@ class Leaving:
         self._departure = Departure(slot, look, {})
         return Manifest(
             terms.fingerprint, terms.model_name, terms.model_sha256, tuple(look.tokens), pieces,
-            generation.tokens[-1], captured(generation),
+            generation.tokens[-1], captured(generation), VERSION,
         )  # fmt: skip
 
     def hold(self) -> None:
@@ -254,9 +248,9 @@ class Leaving:
         left = [piece for piece in pieces if piece.kind != "checkpoint"]
         return [piece for piece in left if piece.kind != "block" or piece.start >= self.sent_tokens]
 
-    async def rest(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
-        """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers. One more is
-        on its way out where there is room for it."""
+    async def rest(self, prove: Proof = checksum_of) -> AsyncGenerator[ExportedPiece, None]:
+        """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers, and close
+        this (`aclosing`): some more are on their way out where there is room for them."""
         if self._manifest is None:
             raise StateError("The generation has not been stopped.")
         lane, arena = self._terms.dock.lane(), self._terms.dock.arena
@@ -276,19 +270,10 @@ class Leaving:
 
     # --- one of two ends --------------------------------------------------------------------------
 
-    async def commit(self, fence: int) -> None:
-        """The other engine has all of it: the generation ends here as moved, its slot is free. Raises StateError when it goes
-        on here already, or for another's fence."""
-        if fence != self._fence:
-            raise StateError(f"The move was granted as number {self._fence}, not {fence}.")
-
-        await self._terms.dock.perform(self._ended)
-        self._unwatch()
-
     def _ended(self, cache: PrefixCache) -> Generator[None, None, None]:
         yield from ()
-        self._require_stopped()
-        assert self._departure is not None
+        if self._departure is None:
+            return
         slot, self._departure = self._departure.slot, None
         slot.transfer = ""
         tokens, origin = slot.sequence.tokens, slot.sequence.origin
@@ -303,12 +288,20 @@ class Leaving:
     async def _resume(self) -> None:
         self._unwatch()
         try:
-            await self._terms.dock.perform(self._resumed)
+            await self._terms.dock.perform(self._ended if self.is_there else self._resumed)
         except EngineStopping as error:
-            if self._departure is not None:
-                # It stands in no slot and no line, so nobody else would end it.
-                self._departure = None
-                self._generation.mailbox.put(Piece(self._generation.choice, error=error))
+            self._end_with_engine(error)
+
+    def _end_with_engine(self, error: EngineStopping) -> None:
+        """It stands in no slot and no line, so nobody else would end it."""
+        if self._departure is None:
+            return
+        self._departure = None
+        generation, stats = self._generation, self._generation.stats(time.monotonic())
+        if self.is_there:
+            generation.mailbox.put(Piece(generation.choice, finish_reason="moved", stats=stats))
+        else:
+            generation.mailbox.put(Piece(generation.choice, error=error, stats=stats))
 
     def _resumed(self, cache: PrefixCache) -> Generator[None, None, None]:
         yield from ()
@@ -329,9 +322,11 @@ class Leaving:
 
 
 async def stop_together(leavings: Sequence[Leaving]) -> dict[Leaving, Manifest]:
-    """Stops the choices of one request between two steps; those that have ended meanwhile are not in what is returned.
+    """Takes the choices of one request out of their slots between two steps; those that have ended meanwhile are not in what is
+    returned. What `rest` gives is all that is still missing then.
 
-    Raises as `Leaving.stop`, and then none is stopped; SessionNotHeld when all have ended.
+    Raises SlotBusy while a prompt is being computed or one of them waits, StateError for what cannot travel, and then none is
+    stopped; SessionNotHeld when all have ended.
     """
     dock = leavings[0]._terms.dock
 
@@ -375,9 +370,11 @@ def _as_group(manifests: dict[Leaving, Manifest]) -> dict[Leaving, Manifest]:
 
 
 async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
-    """As `Leaving.commit`, for all or none."""
-    if any(one._fence != fence for one in leavings):
-        raise StateError(f"A move was granted under another number than {fence}.")
+    """The other engine has all of them: they end here as moved, and their slots are free; also where this engine ends meanwhile.
+    Raises StateError when one goes on here already, or for another's fence; then none ends."""
+    for one in leavings:
+        if one._fence != fence:
+            raise StateError(f"The move was granted as number {one._fence}, not {fence}.")
 
     def ended(cache: PrefixCache) -> Generator[None, None, None]:
         for one in leavings:
@@ -385,6 +382,10 @@ async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
         for one in leavings:
             yield from one._ended(cache)
 
-    await leavings[0]._terms.dock.perform(ended)
+    try:
+        await leavings[0]._terms.dock.perform(ended)
+    except EngineStopping as error:
+        for one in leavings:
+            one._end_with_engine(error)
     for one in leavings:
         one._unwatch()

@@ -22,8 +22,8 @@ from engines.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from engines.runtime.text import Said
 from engines.runtime.thinking_budget import BudgetTerms, ThinkingBudget, spend_budget
 
-# Of 1 fewer things of a generation are told, and nothing else; such manifests lie in stores.
-VERSION, READ_VERSIONS = 2, (1, 2)
+# Of 1 fewer things of a generation are told, and nothing else: what has none is still written so, for engines that read no more.
+IDLE_VERSION, VERSION = READ_VERSIONS = 1, 2
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 22
 MAX_PIECES = 1 << 17
@@ -122,7 +122,7 @@ class Manifest:
     pieces: tuple[StatePiece, ...]
     next_token: int | None = None
     generation: GenerationState | None = None
-    version: int = VERSION
+    version: int = IDLE_VERSION
 
     def to_json(self, known_tokens: int = 0) -> bytes:
         """Without its first `known_tokens` tokens, which the reader has. Raises GenerationStays for one that is too long."""

@@ -98,6 +98,9 @@ class Reader:
             await self._task
         return self.last
 
+    def close(self) -> None:
+        self._task.cancel()
+
 
 def followed(core: EngineCore, model: SyntheticModel) -> Generation:
     bias = tuple((token, float("-inf")) for token in core.loaded.vocabulary.end_tokens)

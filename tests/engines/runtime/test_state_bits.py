@@ -22,11 +22,11 @@ from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_adopt import adopting
-from engines.runtime.state_follow import Leaving
+from engines.runtime.state_follow import Leaving, commit_together
 from engines.runtime.state_snapshot import Manifest
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_desk import desk_of
-from tests.engines.runtime.test_state_follow import FENCE, followed, gone_on, rest_of
+from tests.engines.runtime.test_state_follow import FENCE, followed, gone_on, rest_of, stopped
 from tests.synthetic_gguf import SyntheticModel
 
 PROMPT_TOKENS, COUNT = 400, 200
@@ -102,10 +102,10 @@ async def test_a_prompt_computed_here_is_answered_there_to_the_bit(
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
             while not work.new_tokens:
                 await followed(leaving, arriving, work)
-            manifest = Manifest.from_json((await leaving.stop()).to_json())
+            manifest = Manifest.from_json((await stopped(leaving)).to_json())
             await rest_of(leaving, arriving, manifest)
             moved = await gone_on(arriving, manifest, away)
-            await leaving.commit(FENCE)
+            await commit_together([leaving], FENCE)
         assert (await finished(moved)).error is None
         assert moved.tokens == alone.tokens
         assert len(here) < COUNT / 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engines.errors import SlotBusy, StateError, StateInvalid
+from engines.errors import SessionNotHeld, StateError, StateInvalid
 from engines.runtime import state_follow
 from engines.runtime.constraint import ConstraintCompiler
 from engines.runtime.core import EngineCore
@@ -21,7 +21,7 @@ from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_adopt import Adopting, adopting, begin_together
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_export import ExportedPiece
-from engines.runtime.state_follow import Leaving
+from engines.runtime.state_follow import Leaving, commit_together, stop_together
 from engines.runtime.state_forms import checksum_of
 from engines.runtime.state_snapshot import Manifest, resumed
 from engines.runtime.state_transfer import Delivery
@@ -83,17 +83,23 @@ async def followed(leaving: Leaving, arriving: Adopting, work: Work) -> int:
     count = 0
     async for exported in leaving.finished_blocks():
         piece = exported.piece
-        await arriving.take(work.tokens[piece.start : piece.end], delivery_of(exported))
+        await arriving.begin(delivery_of(exported), work.tokens[piece.start : piece.end])
         count += 1
+    await arriving.settled()
     return count
+
+
+async def stopped(leaving: Leaving) -> Manifest:
+    return (await stop_together([leaving]))[leaving]
 
 
 async def rest_of(leaving: Leaving, arriving: Adopting, manifest: Manifest) -> None:
     wanted = await arriving.complete(manifest)
     async for exported in leaving.rest():
         assert exported.piece == wanted.pop(0)
-        await arriving.rest(delivery_of(exported))
+        await arriving.begin(delivery_of(exported))
     assert not wanted
+    await arriving.settled()
 
 
 async def gone_on(arriving: Adopting, manifest: Manifest, away: EngineCore) -> Work:
@@ -132,11 +138,11 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
             assert await followed(leaving, arriving, work) >= 1
             text += await text_until(work, 135)
             await followed(leaving, arriving, work)
-            manifest = Manifest.from_json((await leaving.stop()).to_json())
+            manifest = Manifest.from_json((await stopped(leaving)).to_json())
             text += "".join(piece.text for piece in await work.mailbox.take(0.01))
             await rest_of(leaving, arriving, manifest)
             moved = await gone_on(arriving, manifest, away)
-            await leaving.commit(FENCE)
+            await commit_together([leaving], FENCE)
         last = (await work.mailbox.take(10))[-1]
         assert last.finish_reason == "moved"
         rest = await finished(moved)
@@ -170,12 +176,12 @@ async def test_whatever_fails_before_the_commit_leaves_the_source_running(
             async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
                 await followed(leaving, arriving, work)
                 if until != "blocks":
-                    manifest = await leaving.stop()
+                    manifest = await stopped(leaving)
                 if until in ("rest", "taken"):
                     await rest_of(leaving, arriving, manifest)
                 if until == "taken":
                     with pytest.raises(StateError, match="granted as number 7"):
-                        await leaving.commit(FENCE + 1)
+                        await commit_together([leaving], FENCE + 1)
                 raise ConnectionError
         assert (await finished(work)).finish_reason == "length"
         assert work.tokens == alone.tokens
@@ -193,12 +199,12 @@ async def test_a_stop_does_not_last_and_a_late_commit_is_refused(
         work, terms = endless(home, model), await desk.terms()
         await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving:
-            await leaving.stop()
+            await stopped(leaving)
             assert (await finished(work)).finish_reason == "length"
             with pytest.raises(StateError, match="goes on here again"):
-                await leaving.commit(FENCE)
-            with pytest.raises(SlotBusy):
-                await leaving.stop()
+                await commit_together([leaving], FENCE)
+            with pytest.raises(SessionNotHeld):
+                await stopped(leaving)
         assert work.tokens == alone.tokens
 
 
@@ -211,7 +217,7 @@ async def test_a_cancel_or_an_end_of_the_engine_meanwhile_reaches_whoever_waits(
             work, terms = endless(home, model), await desk.terms()
             await begun(home, work, 110)
             async with Leaving(home, terms, work, FENCE) as leaving:
-                await leaving.stop()
+                await stopped(leaving)
                 if ends == "cancel":
                     home.cancel(work)
                 else:
@@ -242,8 +248,8 @@ async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[...,
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
             async for exported in leaving.finished_blocks():
                 tokens = work.tokens[exported.piece.start : exported.piece.end]
-                await arriving.take(tokens[::-1] if wrong else tokens, delivery_of(exported))
-            manifest = await leaving.stop()
+                await arriving.begin(delivery_of(exported), tokens[::-1] if wrong else tokens)
+            manifest = await stopped(leaving)
             with pytest.raises(StateInvalid, match=r"not those that|did not come in"):
                 await arriving.complete(manifest)
                 await gone_on(arriving, manifest, away)
@@ -272,7 +278,8 @@ async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
             await text_until(work, leaving.sent_tokens + terms.block_tokens + 2)
             exported = await anext(leaving.finished_blocks())
             with pytest.raises(StateInvalid, match="move is over"):
-                await arriving.take(work.tokens[exported.piece.start : exported.piece.end], delivery_of(exported))
+                await arriving.begin(delivery_of(exported), work.tokens[exported.piece.start : exported.piece.end])
+                await arriving.settled()
             await arriving.__aexit__(None, None, None)
             assert [list(slot.sequence.tokens) for slot in away.cache.slots] == before
             assert [(slot.awaited_cells, slot.transfer) for slot in away.cache.slots] == [(0, "")] * len(

@@ -106,6 +106,8 @@ def manifest(**fields: Any) -> Manifest:
 
 def test_a_manifest_comes_back_from_json_as_it_was() -> None:
     assert Manifest.from_json(manifest().to_json()) == manifest()
+    # One that engines of the version before read, too.
+    assert manifest(next_token=None, generation=None).version == 1
     biased = replace(manifest().generation or GenerationState("", 1, 1, SAMPLED, 0), params=PENALTY_FREE)
     assert Manifest.from_json(manifest(generation=biased).to_json()).generation == biased
 
