@@ -53,5 +53,7 @@ LIVE = frozenset(
 SERVING = frozenset({EngineState.READY})
 # Its conversations may leave for another engine.
 HANDING_OVER = frozenset({EngineState.READY, EngineState.DRAINING})
+# Its process may hold conversations, also where it does not answer just now.
+MAY_HOLD = HANDING_OVER | {EngineState.UNHEALTHY}
 # No process of it is meant to exist; a start may be claimed from here.
 TERMINAL = frozenset({EngineState.STOPPED, EngineState.FAILED})

@@ -6,7 +6,8 @@ from datetime import timedelta
 from django.db import transaction
 from django.db.models.functions import Now
 
-from engines.choices import LIVE
+from engines import services
+from engines.choices import LIVE, EngineState, StopReason, Wanted
 from engines.models import Engine
 from pools.events import publish_on_commit
 
@@ -15,12 +16,25 @@ def close(engine_ids: Collection[int], held_s: float) -> int:
     """Send these engines nothing new, until they are opened or started again, and keep each up for so long; returns how many
     were open. Sites remember who takes requests for a second."""
     with transaction.atomic():
+        # All in one order before any is written: the drains of a host and of its cards close the same engines.
+        rows = Engine.objects.filter(pk__in=engine_ids).select_for_update().order_by("pk")
+        found = list(rows.values_list("pk", "takes_new"))
         Engine.objects.filter(pk__in=engine_ids, state__in=LIVE).update(held_until=Now() + timedelta(seconds=held_s))
-        were_open = Engine.objects.filter(pk__in=engine_ids, takes_new=True)
-        closed = list(were_open.select_for_update().order_by("pk").values_list("pk", flat=True))
+        closed = [pk for pk, takes_new in found if takes_new]
         count = Engine.objects.filter(pk__in=closed, takes_new=True).update(takes_new=False)
         _tell(closed)
     return count
+
+
+def stop(engine_ids: Collection[int]) -> None:
+    """A person asks for these to stop once they are done, in the transaction in which they were closed."""
+    for engine_id in engine_ids:
+        if services.drain(engine_id, StopReason.PERSON):
+            continue
+        # One that makes way already finishes what it has; one that is not up must not come up.
+        leaving = Engine.objects.filter(pk=engine_id, state=EngineState.DRAINING)
+        if not leaving.update(wanted=Wanted.STOPPED, stop_reason=StopReason.PERSON):
+            services.stop(engine_id)
 
 
 def let_go(engine_ids: Collection[int]) -> None:

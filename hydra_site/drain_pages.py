@@ -68,9 +68,12 @@ def drain(request: HttpRequest, drain_id: int) -> HttpResponse:
     _require_staff(request)
     try:
         view = drains.view(drain_id)
-        subject = drains.subject_of(view.kind, view.subject_id)
     except DrainUnknown as error:
         raise Http404 from error
+    try:
+        subject = drains.subject_of(view.kind, view.subject_id)
+    except DrainUnknown:
+        subject = None  # It has left the pool; what was moved is told for all that.
     template = "drain_progress.html" if "part" in request.GET else "drain.html"
     return render(request, template, {"page": "dashboard", "subject": subject, **_progress(view)})
 
@@ -80,10 +83,15 @@ def drain(request: HttpRequest, drain_id: int) -> HttpResponse:
 def serve(request: HttpRequest, kind: str, subject_id: int) -> HttpResponse:
     """Have it take requests again, whatever was on its way."""
     subject = _subject(request, kind, subject_id)
-    if drains.serve_again(subject):
-        messages.success(request, f"{subject.name} takes requests again. What has moved stays where it is.")
+    try:
+        again = drains.serve_again(subject)
+    except EngineError as error:
+        messages.error(request, str(error))
     else:
-        messages.warning(request, f"{subject.name} takes requests already.")
+        if again:
+            messages.success(request, f"{subject.name} takes requests again. What has moved stays where it is.")
+        else:
+            messages.warning(request, f"{subject.name} takes requests already.")
     return redirect("dashboard")
 
 

@@ -24,12 +24,13 @@ class DrainKind(models.TextChoices):
 
 
 class DrainState(models.TextChoices):
-    """running → done (nothing is left there), partial (some conversations stay) or ended (a person had it serve again)."""
+    """running → done (nothing is left there), partial (some conversations stay) or ended (a person had it serve again, or it
+    left the pool)."""
 
     RUNNING = "running", "goes on"
     DONE = "done", "empty"
     PARTIAL = "partial", "some stay"
-    ENDED = "ended", "ended by a person"
+    ENDED = "ended", "ended early"
 
 
 class HandoffCause(models.TextChoices):

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from django.contrib import admin, messages
-from django.db.models import QuerySet
+from django.contrib.auth import get_permission_codename
+from django.db.models import Expression, F, Func, IntegerField, QuerySet, Value
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import redirect
 from django.urls import reverse
@@ -22,8 +23,12 @@ from pools.choices import HostDuty
 from pools.host_admin import GpuAdmin, HostAdmin
 from sessions import drains
 from sessions.choices import DrainKind
-from sessions.errors import DrainGoesOn
+from sessions.errors import DrainGoesOn, DrainUnknown
 from sessions.models import Drain
+
+
+def _count_of(array: Expression | F) -> Func:
+    return Func(array, function="jsonb_array_length", output_field=IntegerField())
 
 
 class DrainActions(ModelAdmin):
@@ -33,7 +38,12 @@ class DrainActions(ModelAdmin):
     # Whether engines stop behind it where several are drained at once.
     drain_stops = False
 
-    @admin.action(description="Drain: nothing new, its conversations move to other engines")
+    def has_command_permission(self, request: HttpRequest) -> bool:
+        """Whoever may change such rows, also where nobody edits them: what a head writes is only shown."""
+        change = get_permission_codename("change", self.opts)
+        return bool(request.user.has_perm(f"{self.opts.app_label}.{change}"))
+
+    @admin.action(permissions=["command"], description="Drain: nothing new, its conversations move to other engines")
     def drain(self, request: HttpRequest, chosen: QuerySet[Any]) -> HttpResponse | None:
         ids = list(chosen.values_list("pk", flat=True))
         if len(ids) == 1:
@@ -53,11 +63,16 @@ class DrainActions(ModelAdmin):
                 self.message_user(request, link, messages.SUCCESS)
         return None
 
-    @admin.action(description="Let it serve (again)")
+    @admin.action(permissions=["command"], description="Let it serve (again)")
     def activate(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
         for pk in chosen.values_list("pk", flat=True):
-            subject = drains.subject_of(self.drain_kind, pk)
-            if drains.serve_again(subject):
+            try:
+                subject = drains.subject_of(self.drain_kind, pk)
+                again = drains.serve_again(subject)
+            except EngineError as error:
+                self.message_user(request, str(error), messages.WARNING)
+                continue
+            if again:
                 self.message_user(request, f"{subject.name} takes requests again.", messages.SUCCESS)
             else:
                 self.message_user(request, f"{subject.name} takes requests already, or has left.", messages.WARNING)
@@ -67,12 +82,12 @@ class DrainedHostAdmin(DrainActions, HostAdmin):
     drain_kind = DrainKind.HOST
     drain_stops = True
 
-    @admin.action(description="Retire: drain, then give up its place in the pool")
+    @admin.action(permissions=["command"], description="Retire: drain, then give up its place in the pool")
     def retire(self, request: HttpRequest, chosen: QuerySet[Any]) -> None:
         super().retire(request, chosen)
         for pk in chosen.filter(duty=HostDuty.RETIRING).values_list("pk", flat=True):
             # Its engines end once they are idle; what they hold goes elsewhere before.
-            with suppress(DrainGoesOn):
+            with suppress(DrainGoesOn, DrainUnknown):
                 drains.begin(drains.subject_of(DrainKind.HOST, pk), stops=True, user_id=request.user.pk)
 
 
@@ -102,11 +117,17 @@ class DrainAdmin(ModelAdmin):
     list_select_related = ["begun_by"]
     date_hierarchy = "created_at"
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Drain]:
+        """With how many moved; what became of each is read on its own page only."""
+        told = super().get_queryset(request).defer("moves")
+        moved = Func(F("moves"), Value('$[*] ? (@.outcome == "moved")'), function="jsonb_path_query_array")
+        return told.annotate(told_count=_count_of(F("moves")), moved_count=_count_of(moved))
+
     @admin.display(description="moved")
     def moved(self, drain: Drain) -> str:
         """How many, with a way to each of them."""
-        count = sum(move["outcome"] == "moved" for move in drain.moves)
-        return format_html('<a href="{}">{} of {}</a>', reverse("drain", args=[drain.pk]), count, len(drain.moves))
+        counts = [getattr(drain, name) for name in ("moved_count", "told_count")]
+        return format_html('<a href="{}">{} of {}</a>', reverse("drain", args=[drain.pk]), *counts)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

@@ -7,11 +7,12 @@ that it lives; when it dies the next one begins where the engines themselves say
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from uuid import UUID, uuid4
 
 from django.db.models import Q
 
@@ -21,7 +22,8 @@ from pools.db import database_now, in_db
 from sessions import drains, evacuation, handoffs, lifecycle
 from sessions.choices import HandoffCause, HandoffState
 from sessions.drains import Moved, Subject
-from sessions.evacuation import PlannedMove, Preview
+from sessions.errors import SessionBusy
+from sessions.evacuation import PASSING, PlannedMove, Preview
 from sessions.handoffs import HandoffView
 
 # A task moves for so long and then has itself sent again, so that it holds no worker for minutes.
@@ -30,24 +32,30 @@ BEAT_S = 5.0
 # Sites remember who takes requests for a second, and what was on its way comes still.
 SETTLE_S = 2.5
 LOOK_S = 0.5
-# A prompt that is being computed cannot leave; it is asked again until so long after the drain began.
+# A prompt that is being computed cannot leave, and the other engines may be full for a moment: both are asked again until so long
+# after the drain was taken up.
 PATIENCE_S = 120.0
+# An engine that missed a probe answers the next one, or is given up and started anew.
+SILENT_S = 30.0
 MOST_TRIES = 3
 SILENT = "it does not answer: what it holds, if anything, nobody can tell"
 
 Tell = Callable[[Moved], None]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class _Progress:
-    """What became of each conversation so far. `over` once a person has ended the drain."""
+    """What became of each conversation so far. `over` once a person has ended the drain, or somebody else moves it."""
 
     drain_id: int
+    mover: UUID
     began_at: float
     moves: dict[str, Moved]
     tell: Tell
-    tries: Counter[str] = field(default_factory=Counter)
     over: bool = False
+    beats: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def age_s(self) -> float:
@@ -59,45 +67,71 @@ class _Progress:
             self.tell(moved)
 
     async def beat(self) -> Subject | None:
-        subject = await in_db(drains.beat, self.drain_id, list(self.moves.values()))
-        self.over = subject is None
+        # One after the other: an older one must not be written over a newer one.
+        async with self.beats:
+            subject = await in_db(drains.beat, self.drain_id, self.mover, list(self.moves.values()))
+        if subject is None:
+            self.over = True
         return subject
 
-    def is_due(self, move: PlannedMove) -> bool:
+    def tries(self, session: str) -> int:
+        known = self.moves.get(session)
+        return 0 if known is None else known.tries
+
+    def is_remainder(self, move: PlannedMove) -> bool:
+        """Whether only what it left behind is there."""
         known = self.moves.get(move.session)
-        if known is not None and known.outcome in drains.SETTLED and not move.running:
-            return False  # What is left there is a remainder.
+        return known is not None and known.outcome in drains.SETTLED and not move.running
+
+    def is_due(self, move: PlannedMove) -> bool:
         if move.running:
-            return self.age_s < PATIENCE_S or not self.tries[move.session]
-        return self.tries[move.session] < MOST_TRIES
+            return self.age_s < PATIENCE_S or not self.tries(move.session)
+        return not self.is_remainder(move) and self.tries(move.session) < MOST_TRIES
+
+    def waits(self, seen: Preview) -> bool:
+        """Whether what is in the way now may pass soon."""
+        if seen.silent and self.age_s < SILENT_S:
+            return True
+        full = any(move.reason in PASSING and not self.is_remainder(move) for move in seen.staying)
+        return full and self.age_s < PATIENCE_S
 
 
-async def carry_on(drain_id: int, slice_s: float | None = None, tell: Tell = lambda moved: None) -> bool:
-    """Move what can be moved (for `slice_s`, None: to the end); True when the drain is over. Where another process is at it,
-    nothing is done. `tell` hears of each move as it is done, and of those that stay at the end."""
-    if not await in_db(drains.claim, drain_id):
-        return not (await in_db(drains.view, drain_id)).is_open
+async def carry_on(
+    drain_id: int, slice_s: float | None = None, tell: Tell = lambda moved: None, most_movers: int | None = None
+) -> bool:
+    """Move what can be moved (for `slice_s`, None: to the end); True when the drain is over. Where another process is at it, or
+    `most_movers` are at others, nothing is done. `tell` hears of each move as it is done, and of those that stay at the end."""
+    mover = uuid4()
+    if await in_db(drains.claim, drain_id, mover, most_movers):
+        await _carried_on(await _begun(drain_id, mover, tell), slice_s)
+    return not await in_db(drains.is_open, drain_id)
+
+
+async def _begun(drain_id: int, mover: UUID, tell: Tell) -> _Progress:
     told = await in_db(drains.view, drain_id)
-    age_s = (await in_db(database_now) - told.created_at).total_seconds()
-    progress = _Progress(drain_id, time.monotonic() - age_s, {move.session: move for move in told.moves}, tell)
+    now = await in_db(database_now)
+    age_s = (now - (told.moving_since or now)).total_seconds()
+    return _Progress(drain_id, mover, time.monotonic() - age_s, {move.session: move for move in told.moves}, tell)
+
+
+async def _carried_on(progress: _Progress, slice_s: float | None) -> None:
     until = float("inf") if slice_s is None else time.monotonic() + slice_s
     async with _beating(progress):
         while not progress.over and time.monotonic() < until:
             if await _round(progress, until):
-                await in_db(drains.finish, drain_id, list(progress.moves.values()))
-                for moved in progress.moves.values():
-                    if moved.outcome not in drains.SETTLED:
-                        tell(moved)
-                return True
+                if await in_db(drains.finish, progress.drain_id, progress.mover, list(progress.moves.values())):
+                    for moved in progress.moves.values():
+                        if moved.outcome not in drains.SETTLED:
+                            progress.tell(moved)
+                return
     if not progress.over:
-        await in_db(drains.pause, drain_id)
-    return progress.over
+        await in_db(drains.pause, progress.drain_id, progress.mover, list(progress.moves.values()))
 
 
 async def slice_of(drain_id: int) -> None:
     """A task's share, in an event loop of its own."""
     try:
-        await carry_on(drain_id, SLICE_S)
+        await carry_on(drain_id, SLICE_S, most_movers=drains.MOST_MOVERS)
     finally:
         await close_client_session()
 
@@ -111,37 +145,50 @@ async def _round(progress: _Progress, until: float) -> bool:
     await _noted(progress, seen)
     due = [move for move in seen.going if progress.is_due(move)]
     if not due:
-        if progress.age_s >= SETTLE_S:
-            await _saved(progress, [move for move in seen.moves if not move.running])
-            return True
+        if progress.age_s >= SETTLE_S and not progress.waits(seen):
+            return await _saved(progress, [move for move in seen.moves if not move.running], until)
         await asyncio.sleep(LOOK_S)
     failed = 0
     for move in due:
-        if progress.over or time.monotonic() > until:
+        if progress.over:
             return False
-        progress.note(move.session, _told(move, "moving"))
-        await progress.beat()
-        moved = await _moved(move)
+        # It counts as tried from now on, also where its mover dies of it.
+        tries = progress.tries(move.session) + 1
+        progress.note(move.session, replace(_told(move, "moving"), tries=tries))
+        if await progress.beat() is None:
+            return False
+        moved = replace(await _moved(move), tries=tries)
         progress.note(move.session, moved)
-        progress.tries[move.session] += moved.outcome != "moved"
         failed += moved.outcome != "moved"
+        if time.monotonic() > until:
+            return False
     if failed:
         await asyncio.sleep(LOOK_S)
     return False
 
 
-async def _saved(progress: _Progress, idle: list[PlannedMove]) -> None:
+async def _saved(progress: _Progress, idle: list[PlannedMove], until: float) -> bool:
     """What could not move, as what its engine holds in the host's memory only, goes to the store if there is one: its next turn
-    resumes from there."""
+    resumes from there. False where there was no time for all of it."""
     for move in idle:
-        if progress.moves[move.session].outcome == "stays" and move.chat_id is not None and not progress.over:
-            try:
-                view = await lifecycle.park(None, move.session)
-            except EngineError:
-                continue  # Why it did not move is told already.
-            if any(snapshot.ready for snapshot in view.snapshots):
-                kept = replace(progress.moves[move.session], outcome="saved", target="the store", reason="")
-                progress.note(move.session, kept)
+        known = progress.moves[move.session]
+        if progress.over or known.outcome != "stays" or move.chat_id is None or known.tries > MOST_TRIES:
+            continue
+        progress.note(move.session, await _parked(known))
+        if time.monotonic() > until:  # Behind it, so that each task gets something done.
+            return False
+    return True
+
+
+async def _parked(known: Moved) -> Moved:
+    """Saved, or marked as tried: why it did not move is told already."""
+    try:
+        view = await lifecycle.park(None, known.session)
+    except EngineError:
+        return replace(known, tries=MOST_TRIES + 1)
+    if any(snapshot.ready for snapshot in view.snapshots):
+        return replace(known, outcome="saved", target="the store", reason="")
+    return replace(known, tries=MOST_TRIES + 1)
 
 
 async def _noted(progress: _Progress, seen: Preview) -> None:
@@ -149,7 +196,8 @@ async def _noted(progress: _Progress, seen: Preview) -> None:
     for move in seen.staying:
         known = progress.moves.get(move.session)
         if known is None or known.outcome not in drains.SETTLED or move.running:
-            progress.note(move.session, _told(move, "stays", move.reason))
+            told = _told(move, "stays", move.reason)
+            progress.note(move.session, replace(told, tries=progress.tries(move.session)))
     for name in seen.silent:
         progress.note(f"engine {name}", Moved(f"engine {name}", "", name, "", 0, "stays", reason=SILENT))
     here = {move.session for move in seen.moves} | {f"engine {name}" for name in seen.silent}
@@ -169,9 +217,26 @@ async def _moved(move: PlannedMove) -> Moved:
         ends = (move.source_id, move.target_id)
         handoff_id = await in_db(handoffs.start, move.chat_id, *ends, send=False, cause=HandoffCause.DRAIN)
         view = await handoffs.run(handoff_id)
+    except SessionBusy as error:
+        return await _gone_on_with(move, error.message)
     except EngineError as error:
         return _told(move, "stays", error.message)
-    if view.state == HandoffState.COMMITTED:
+    return _outcome(move, view)
+
+
+async def _gone_on_with(move: PlannedMove, reason: str) -> Moved:
+    """It is being moved already, maybe by a mover that died over it: what comes of that."""
+    begun = await in_db(_last_move, move.session)
+    if begun is None or not begun.is_open:
+        return _told(move, "stays", reason)
+    try:
+        return _outcome(move, await handoffs.run(begun.id))
+    except EngineError as error:
+        return _told(move, "stays", error.message)
+
+
+def _outcome(move: PlannedMove, view: HandoffView) -> Moved:
+    if view.state == HandoffState.COMMITTED and view.source == move.source:
         return _of_view(move.title, view)
     return _told(move, "stays", view.reason or "its engine has not said yet what came of it")
 
@@ -209,7 +274,11 @@ async def _beating(progress: _Progress) -> AsyncIterator[None]:
     async def beat() -> None:
         while not progress.over:
             await asyncio.sleep(BEAT_S)
-            await progress.beat()
+            try:
+                await progress.beat()
+            except Exception:
+                # A database that is away for a moment: whoever is silent for too long is replaced, and learns it then.
+                logger.exception("drain %d: its mover could not say that it lives", progress.drain_id)
 
     beating = asyncio.create_task(beat(), name=f"drain-{progress.drain_id}")
     try:

@@ -7,63 +7,73 @@ engines stop, if that was asked for. What cannot move stays where it is and says
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
+from uuid import UUID
 
 from celery import current_app
+from django.conf import settings
 from django.db import IntegrityError, transaction
-from django.db.models import Q
-from django.db.models.functions import Now
+from django.db.models import F, Q, QuerySet
+from django.db.models.functions import Coalesce, Now
+from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines import emptying
 from engines import services as engines
-from engines.choices import StopReason, Wanted
-from engines.services import EngineView
+from engines.choices import Wanted
 from pools import services as pools
 from pools.choices import HostDuty
 from sessions.choices import DrainKind, DrainState
+from sessions.drain_subjects import SHOWN, Subject, named, subject_of
 from sessions.errors import DrainGoesOn, DrainUnknown, NothingToDrain
 from sessions.models import Drain
+
+__all__ = [
+    "DrainView",
+    "Moved",
+    "Subject",
+    "beat",
+    "begin",
+    "begin_all",
+    "claim",
+    "expire",
+    "finish",
+    "is_open",
+    "keep_closed",
+    "named",
+    "open_of",
+    "pause",
+    "serve_again",
+    "stuck",
+    "subject_of",
+    "view",
+    "views",
+]
 
 # Engines are kept up for so long after the last sign of whoever moves their conversations.
 HELD_S = 60.0
 # A mover that has given no sign for so long is dead, and another one goes on.
 BEAT_LOST_S = 30.0
 TASK_EXPIRES_S = 30.0
+# Tasks that move at once: they share their workers with all else that the site does. The other drains wait for their turn.
+MOST_MOVERS = 2
+# One that was just begun is taken up by its own task.
+JUST_BEGUN_S = 2.0
 MOST_TOLD = 512
-SHOWN = 20
+EXPIRED_AT_ONCE, MOST_EXPIRIES = 500, 20
 # Of these conversations nothing is lost where their engine goes.
 SETTLED = frozenset({"moved", "saved"})
-# An engine whose process may hold conversations, also one that does not answer just now.
-_HOLDS = frozenset({"ready", "unhealthy", "draining"})
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What gets empty, and its engines with a process, at this moment. `host_id` is 0, and `duty` "", but for
-    hosts."""
-
-    kind: str
-    id: int
-    name: str
-    engines: tuple[EngineView, ...]
-    serves: bool
-    host_id: int = 0
-    duty: str = ""
-
-    @property
-    def engine_ids(self) -> list[int]:
-        return [engine.id for engine in self.engines]
-
-
-@dataclass(frozen=True)
 class Moved:
     """What became of one conversation. `outcome` is moving, moved, saved (to the store of its engine's host) or stays (with the
-    reason); bytes and pause as measured."""
+    reason); bytes and pause as measured. `tries` are the moves of it that were begun, and its
+    saving where that failed too."""
 
     session: str
     title: str
@@ -77,11 +87,12 @@ class Moved:
     pause_ms: float | None = None
     duration_s: float | None = None
     reason: str = ""
+    tries: int = 0
 
 
 @dataclass(frozen=True)
 class DrainView:
-    """A drain as pages show it."""
+    """A drain as pages show it. `moving_since` is when it was first taken up."""
 
     id: int
     kind: str
@@ -91,6 +102,7 @@ class DrainView:
     state: str
     moves: tuple[Moved, ...]
     created_at: datetime
+    moving_since: datetime | None
     ended_at: datetime | None
 
     @property
@@ -99,46 +111,6 @@ class DrainView:
 
     def of(self, outcome: str) -> list[Moved]:
         return [move for move in self.moves if move.outcome == outcome]
-
-
-def subject_of(kind: str, subject_id: int) -> Subject:
-    """The engine, card or host of this key, as it is now. Raises DrainUnknown."""
-    hosts = {host.id: host for host in pools.host_views()}
-    views = engines.engine_views()
-    if kind == DrainKind.ENGINE:
-        found = next((one for one in views if one.id == subject_id), None)
-        if found is not None:
-            return Subject(kind, subject_id, found.name, _with_process([found]), found.takes_new)
-    if kind == DrainKind.CARD:
-        for host in hosts.values():
-            for gpu in host.gpus:
-                if gpu.id == subject_id:
-                    own = _with_process(one for one in views if one.gpu_id == gpu.id)
-                    name = f"{host.name}/{gpu.kind}{gpu.index}"
-                    return Subject(kind, subject_id, name, own, not own or any(one.takes_new for one in own))
-    if kind == DrainKind.HOST and subject_id in hosts:
-        host = hosts[subject_id]
-        own = _with_process(one for one in views if one.host_id == subject_id)
-        serves = host.duty == HostDuty.ACTIVE and (not own or any(one.takes_new for one in own))
-        return Subject(kind, subject_id, host.name, own, serves, subject_id, host.duty)
-    raise DrainUnknown(f"There is no {kind} {subject_id}.")
-
-
-def named(kind: str, name: str) -> Subject:
-    """The same by its name: an engine's, a host's, a card's as HOST/cuda0 or its uuid. Raises DrainUnknown."""
-    names: dict[str, int] = {}
-    if kind == DrainKind.ENGINE:
-        names = {engine.name: engine.id for engine in engines.engine_views()}
-    for host in pools.host_views():
-        if kind == DrainKind.HOST:
-            names[host.name] = host.id
-        if kind == DrainKind.CARD:
-            names |= {f"{host.name}/{gpu.kind}{gpu.index}": gpu.id for gpu in host.gpus}
-            names |= {gpu.uuid: gpu.id for gpu in host.gpus if gpu.kind != "cpu"}
-    if name not in names:
-        known = ", ".join(sorted(names)[:SHOWN]) or "none"
-        raise DrainUnknown(f"There is no {kind} {name[:63]!r}; there are: {known}.")
-    return subject_of(kind, names[name])
 
 
 def begin(subject: Subject, *, stops: bool, user_id: int | None = None, send: bool = True) -> int:
@@ -158,9 +130,10 @@ def begin(subject: Subject, *, stops: bool, user_id: int | None = None, send: bo
                 stops=stops,
                 begun_by_id=user_id,
             )
-            emptying.close(subject.engine_ids, HELD_S)
-            if stops and subject.duty == HostDuty.ACTIVE:
-                pools.change_duty(subject.host_id, HostDuty.DRAINING)
+            emptying.close(subject.closed_ids, HELD_S)
+            goes = stops and subject.duty == HostDuty.ACTIVE
+            if goes and not pools.change_duty(subject.host_id, HostDuty.DRAINING):
+                raise DrainGoesOn(f"{subject.name} drains or leaves already.")
             if send:
                 transaction.on_commit(lambda: _send(drain.pk), robust=True)
     except IntegrityError as error:
@@ -169,17 +142,27 @@ def begin(subject: Subject, *, stops: bool, user_id: int | None = None, send: bo
     return drain.pk
 
 
+def begin_all(subjects: Sequence[Subject], *, stops: bool) -> list[int]:
+    """Begin all of them or none, for whoever moves them himself. Raises as `begin` does."""
+    with transaction.atomic():
+        return [begin(subject, stops=stops, send=False) for subject in subjects]
+
+
 def serve_again(subject: Subject) -> bool:
-    """End what empties it and send it requests again, its host too; False when it serves already.
+    """End what empties it, or a part of it, and send it requests again, its host too; False when it serves already.
 
     What has moved stays where it is. An engine that is meant itself is started, if its drain had it stop; a host's engines are
-    wanted all along. A card's that were stopped are started one by one.
+    wanted all along. A card's that were stopped are started one by one. Raises DrainGoesOn while its card or host is drained,
+    DrainUnknown.
     """
     with transaction.atomic():
-        ended = Drain.objects.filter(_of(subject), state=DrainState.RUNNING).update(
-            state=DrainState.ENDED, ended_at=Now()
-        )
-        own = _all_of(subject)
+        going_on = Drain.objects.filter(_any_of([(subject.kind, subject.id), *subject.parts]), state=DrainState.RUNNING)
+        locked = list(going_on.select_for_update().order_by("pk").values_list("pk", flat=True))
+        around = Drain.objects.filter(_any_of(subject.around), state=DrainState.RUNNING).first()
+        if around is not None:
+            raise DrainGoesOn(f"The whole {around.kind} {around.subject} is being drained: have that serve again.")
+        ended = Drain.objects.filter(pk__in=locked).update(state=DrainState.ENDED, ended_at=Now(), mover=None)
+        own = subject_of(subject.kind, subject.id).own
         opened = emptying.open_again([engine.id for engine in own])
         for engine in own:
             if subject.kind == DrainKind.ENGINE and opened and engine.wanted == Wanted.STOPPED:
@@ -188,50 +171,72 @@ def serve_again(subject: Subject) -> bool:
     return bool(ended or opened or active)
 
 
-def claim(drain_id: int) -> bool:
-    """Be the one who moves its conversations for now; False while another one does, or when it is over."""
-    free = Q(beat_at__isnull=True) | Q(beat_at__lt=Now() - timedelta(seconds=BEAT_LOST_S))
-    return bool(Drain.objects.filter(free, pk=drain_id, state=DrainState.RUNNING).update(beat_at=Now()))
-
-
-def beat(drain_id: int, moves: Iterable[Moved]) -> Subject | None:
-    """Write how far it is, that its mover lives, and close what came up there since; None when it was ended meanwhile."""
-    told = [asdict(move) for move in moves][-MOST_TOLD:]
-    if not Drain.objects.filter(pk=drain_id, state=DrainState.RUNNING).update(beat_at=Now(), moves=told):
-        return None
-    kind, subject_id = Drain.objects.values_list("kind", "subject_id").get(pk=drain_id)
-    subject = subject_of(kind, subject_id)
-    emptying.close(subject.engine_ids, HELD_S)
-    return subject
-
-
-def pause(drain_id: int) -> None:
-    """Somebody else may go on with it, and is asked to."""
+def claim(drain_id: int, mover: UUID, most: int | None = None) -> bool:
+    """Be the one who moves its conversations for now; False while another one does, when it is over, or where `most` others
+    are being moved."""
+    running = Drain.objects.filter(state=DrainState.RUNNING)
     with transaction.atomic():
-        if Drain.objects.filter(pk=drain_id, state=DrainState.RUNNING).update(beat_at=None):
-            transaction.on_commit(lambda: _send(drain_id), robust=True)
-
-
-def finish(drain_id: int, moves: Iterable[Moved]) -> bool:
-    """Nothing more can be moved: its engines stop now, if that was asked for. False when it was ended meanwhile."""
-    told = list(moves)[-MOST_TOLD:]
-    stay = any(move.outcome not in SETTLED for move in told)
-    state = DrainState.PARTIAL if stay else DrainState.DONE
-    with transaction.atomic():
-        ended = Drain.objects.filter(pk=drain_id, state=DrainState.RUNNING).update(
-            state=state, moves=[asdict(move) for move in told], beat_at=None, ended_at=Now()
-        )
-        if not ended:
+        # All of them, so that two who come at once count each other.
+        list(running.select_for_update().order_by("pk").values_list("pk"))
+        if most is not None and running.exclude(_free()).exclude(pk=drain_id).count() >= most:
             return False
-        drain = Drain.objects.get(pk=drain_id)
-        subject = subject_of(drain.kind, drain.subject_id)
-        emptying.let_go(subject.engine_ids)
-        if drain.stops and not subject.host_id:
-            # A host's engines end by its duty, and stay wanted.
-            for engine_id in subject.engine_ids:
-                engines.drain(engine_id, StopReason.PERSON)
-    logger.info("drain %d of %s ends: %s", drain_id, subject.name, state.label)
+        taken = running.filter(_free(), pk=drain_id).update(
+            mover=mover, beat_at=Now(), moving_since=Coalesce("moving_since", Now())
+        )
+    return bool(taken)
+
+
+def beat(drain_id: int, mover: UUID, moves: Iterable[Moved]) -> Subject | None:
+    """Write how far it is, that its mover lives, and close what came up there since; None when it was ended meanwhile, or is
+    another's."""
+    told = [asdict(move) for move in _most_told(moves)]
+    with transaction.atomic():
+        # The drain's row first: whoever has it serve again waits for this, or this finds it ended.
+        if not _own(drain_id, mover).update(beat_at=Now(), moves=told):
+            return None
+        return _closed(Drain.objects.defer("moves").get(pk=drain_id))
+
+
+def keep_closed() -> None:
+    """What waits for a mover takes nothing new meanwhile, and its engines are kept up."""
+    waiting = Drain.objects.filter(_free(), state=DrainState.RUNNING).defer("moves").order_by("pk")
+    for drain_id in waiting.values_list("pk", flat=True):
+        with transaction.atomic():
+            drain = waiting.filter(pk=drain_id).select_for_update().first()
+            if drain is not None:
+                _closed(drain)
+
+
+def pause(drain_id: int, mover: UUID, moves: Iterable[Moved]) -> None:
+    """Write how far it is. Somebody else may go on with it, and whoever has waited longest is asked to be next."""
+    told = [asdict(move) for move in _most_told(moves)]
+    with transaction.atomic():
+        if _own(drain_id, mover).update(mover=None, beat_at=Now(), moves=told):
+            transaction.on_commit(_send_next, robust=True)
+
+
+def finish(drain_id: int, mover: UUID, moves: Iterable[Moved]) -> bool:
+    """Nothing more can be moved: its engines stop now, if that was asked for. False when it was ended meanwhile, or is
+    another's."""
+    moves = list(moves)
+    told = [asdict(move) for move in _most_told(moves)]
+    with transaction.atomic():
+        drain = _own(drain_id, mover).defer("moves").select_for_update().first()
+        if drain is None:
+            return False
+        # What lies in a host's own store goes with the host.
+        left = {move.outcome for move in moves} - (SETTLED - {"saved"} if drain.kind == DrainKind.HOST else SETTLED)
+        state = DrainState.PARTIAL if left else DrainState.DONE
+        Drain.objects.filter(pk=drain_id).update(state=state, moves=told, mover=None, beat_at=None, ended_at=Now())
+        _stopped(drain)
+        transaction.on_commit(_send_next, robust=True)
+    logger.info("drain %d of %s ends: %s", drain_id, drain.subject, state.label)
     return True
+
+
+def is_open(drain_id: int) -> bool:
+    """Whether it still goes on, whoever moves it."""
+    return Drain.objects.filter(pk=drain_id, state=DrainState.RUNNING).exists()
 
 
 def view(drain_id: int) -> DrainView:
@@ -259,11 +264,25 @@ def open_of(subject: Subject) -> DrainView | None:
 
 
 def stuck() -> list[int]:
-    """Drains that nobody moves on with."""
-    lost = Q(beat_at__isnull=True, created_at__lt=Now() - timedelta(seconds=2)) | Q(
-        beat_at__lt=Now() - timedelta(seconds=BEAT_LOST_S)
-    )
-    return list(Drain.objects.filter(lost, state=DrainState.RUNNING).values_list("pk", flat=True))
+    """Drains that nobody moves on with, those first that have waited longest; as many as may be moved beside the others."""
+    running = Drain.objects.filter(state=DrainState.RUNNING)
+    room = MOST_MOVERS - running.exclude(_free()).count()
+    known = Q(beat_at__isnull=False) | Q(created_at__lt=Now() - timedelta(seconds=JUST_BEGUN_S))
+    waiting = running.filter(_free(), known)
+    return list(waiting.order_by(F("beat_at").asc(nulls_first=True), "pk").values_list("pk", flat=True)[: max(0, room)])
+
+
+def expire() -> int:
+    """Delete drains that ended HYDRA_SESSION_RETENTION days ago, as the moves they made; returns how many. Bounded a call."""
+    due = Drain.objects.filter(ended_at__lt=timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS))
+    expired = 0
+    for _ in range(MOST_EXPIRIES):
+        oldest = due.order_by("ended_at").values("pk")[:EXPIRED_AT_ONCE]
+        gone, _by_model = due.filter(pk__in=oldest).delete()
+        expired += gone
+        if gone < EXPIRED_AT_ONCE:
+            break
+    return expired
 
 
 _NOBODY = Moved("", "", "", "", 0, "")
@@ -273,14 +292,60 @@ def _of(subject: Subject) -> Q:
     return Q(kind=subject.kind, subject_id=subject.id)
 
 
-def _all_of(subject: Subject) -> list[EngineView]:
-    """Its engines, those without a process too."""
-    keys = {DrainKind.ENGINE: "id", DrainKind.CARD: "gpu_id", DrainKind.HOST: "host_id"}
-    return [one for one in engines.engine_views() if getattr(one, keys[DrainKind(subject.kind)]) == subject.id]
+def _any_of(places: Sequence[tuple[str, int]]) -> Q:
+    found = Q(pk__in=())
+    for kind, subject_id in places:
+        found |= Q(kind=kind, subject_id=subject_id)
+    return found
 
 
-def _with_process(found: Iterable[EngineView]) -> tuple[EngineView, ...]:
-    return tuple(one for one in found if one.state in _HOLDS and one.base_url is not None)
+def _free() -> Q:
+    """Drains that nobody moves: none has begun, it paused, or it gives no sign any more."""
+    return Q(mover__isnull=True) | Q(beat_at__lt=Now() - timedelta(seconds=BEAT_LOST_S))
+
+
+def _own(drain_id: int, mover: UUID) -> QuerySet[Drain]:
+    """The drain while it goes on and is this mover's: one that was silent for long has been replaced."""
+    return Drain.objects.filter(pk=drain_id, state=DrainState.RUNNING, mover=mover)
+
+
+def _closed(drain: Drain) -> Subject | None:
+    """What it empties, closed, in the transaction that holds the drain's row; what is gone has nothing left to drain."""
+    try:
+        subject = subject_of(drain.kind, drain.subject_id)
+    except DrainUnknown:
+        Drain.objects.filter(pk=drain.pk).update(state=DrainState.ENDED, ended_at=Now(), mover=None)
+        logger.info("drain %d ends: %s left the pool", drain.pk, drain.subject)
+        return None
+    emptying.close(subject.closed_ids, HELD_S)
+    return subject
+
+
+def _stopped(drain: Drain) -> None:
+    """Nobody holds its engines up any more, and they stop if that was asked for; a host's end by its duty, and stay wanted."""
+    try:
+        subject = subject_of(drain.kind, drain.subject_id)
+    except DrainUnknown:
+        return
+    # Those too that came up, or are about to, since the last look.
+    emptying.close(subject.closed_ids, 0.0)
+    emptying.let_go(subject.closed_ids)
+    if drain.stops and not subject.host_id:
+        emptying.stop(subject.closed_ids)
+
+
+def _most_told(moves: Iterable[Moved]) -> list[Moved]:
+    """The moves, without the oldest settled ones where they are too many to keep."""
+    told = list(moves)
+    room = max(0, MOST_TOLD - sum(move.outcome not in SETTLED for move in told))
+    settled = [number for number, move in enumerate(told) if move.outcome in SETTLED]
+    cut = frozenset(settled[: max(0, len(settled) - room)])
+    return [move for number, move in enumerate(told) if number not in cut][-MOST_TOLD:]
+
+
+def _send_next() -> None:
+    for drain_id in stuck():
+        _send(drain_id)
 
 
 def _send(drain_id: int) -> None:

@@ -14,6 +14,7 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from engines import services as engines
+from engines.choices import MAY_HOLD
 from engines.client import EngineClient
 from engines.config import SlotView
 from engines.errors import EngineUnreachable
@@ -34,6 +35,8 @@ NOBODY_SHARES = "no other engine may share this engine's state"
 TOO_LONG = "it is longer than the context of every other engine"
 NO_CELLS = "what runs on the other engines leaves no room for it"
 NO_SLOT = "every slot of the other engines works"
+# These may pass by themselves.
+PASSING = frozenset({NO_CELLS, NO_SLOT})
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class PlannedMove:
 
 @dataclass(frozen=True)
 class Preview:
-    """`silent` are engines that are to get empty and do not answer; what they hold nobody can tell."""
+    """`silent` are engines that are to get empty and do not answer, or are not asked since they did not answer others; what they
+    hold nobody can tell."""
 
     moves: tuple[PlannedMove, ...]
     silent: tuple[str, ...] = ()
@@ -132,11 +136,18 @@ async def preview(leaving: Collection[int]) -> Preview:
     open_ids = {endpoint.engine_id for endpoint in await in_db(engines.serving_engines, None)}
     asked = [one for one in holding if one.engine_id in open_ids or one.engine_id in leaving]
     answers = await asyncio.gather(*map(_place, asked))
-    silent = [one.name for one, place in zip(asked, answers, strict=True) if place is None and one.engine_id in leaving]
+    answered = {one.engine_id for one, place in zip(asked, answers, strict=True) if place is not None}
     places = [place for place in answers if isinstance(place, Place)]
     sources = [place for place in places if place.endpoint.engine_id in leaving]
     known = await in_db(_known, sources)
-    return Preview(tuple(planned(sources, [one for one in places if one not in sources], known)), tuple(silent))
+    silent = await in_db(_silent, [engine_id for engine_id in leaving if engine_id not in answered])
+    return Preview(tuple(planned(sources, [one for one in places if one not in sources], known)), silent)
+
+
+def _silent(unanswered: Collection[int]) -> tuple[str, ...]:
+    """Those of these that may hold something for all that."""
+    views = [one for one in engines.engine_views() if one.id in unanswered]
+    return tuple(one.name for one in views if one.state in MAY_HOLD and one.base_url is not None)
 
 
 def planned(sources: Sequence[Place], others: Sequence[Place], known: Known) -> list[PlannedMove]:

@@ -2,6 +2,7 @@
 
 from django.conf import settings
 from django.db import models
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from sessions.choices import ChatSource, DrainKind, DrainState, HandoffCause, HandoffState, TurnState
@@ -170,11 +171,14 @@ class Handoff(models.Model):
     source = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     target = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     state = models.CharField(max_length=10, choices=HandoffState.choices, default=HandoffState.PLANNED)
-    cause = models.CharField(max_length=8, choices=HandoffCause.choices, default=HandoffCause.ASKED)
+    # A site of an older release, which runs beside this one during an update, does not name these two.
+    cause = models.CharField(
+        max_length=8, choices=HandoffCause.choices, default=HandoffCause.ASKED, db_default=HandoffCause.ASKED
+    )
     kind = models.CharField(max_length=8, blank=True)
     request_id = models.CharField(max_length=64, blank=True)
     reason = models.CharField(max_length=200, blank=True, help_text="Why it failed.")
-    deadline_s = models.FloatField(default=60.0)
+    deadline_s = models.FloatField(default=60.0, db_default=60.0)
     tokens = models.PositiveIntegerField(default=0)
     sent_bytes = models.BigIntegerField(default=0)
     skipped_bytes = models.BigIntegerField(default=0)
@@ -202,9 +206,9 @@ class Handoff(models.Model):
 class Drain(models.Model):
     """An engine, a card or a host that gets empty: it takes nothing new, then its conversations move away one after the other.
 
-    `subject_id` is the key of that row. `moves` tells of each conversation what became of it, as `sessions.drains.Moved`; the
-    process that moves them says at `beat_at` that it lives. With `stops` its engines stop once they are done. Only
-    `sessions.drains` writes these rows.
+    `subject_id` is the key of that row. `moves` tells of each conversation what became of it, as `sessions.drains.Moved`. Who
+    moves them, one of a name of its own each time, is the `mover`, and says at `beat_at` that it lives; nobody is while none is
+    named. With `stops` its engines stop once they are done. Only `sessions.drains` writes these rows.
     """
 
     kind = models.CharField(max_length=8, choices=DrainKind.choices)
@@ -214,7 +218,9 @@ class Drain(models.Model):
     state = models.CharField(max_length=8, choices=DrainState.choices, default=DrainState.RUNNING)
     moves = models.JSONField(default=list, blank=True)
     begun_by = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.SET_NULL, null=True, blank=True)
-    created_at = models.DateTimeField(default=timezone.now)
+    created_at = models.DateTimeField(db_default=Now())
+    moving_since = models.DateTimeField(null=True, blank=True)
+    mover = models.UUIDField(null=True, blank=True)
     beat_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
 

@@ -5,20 +5,37 @@ Those about one host's store run on `host.<name>.fast`, next to that store; the 
 
 import logging
 import threading
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec, TypeVar
 
 from asgiref.sync import async_to_sync
 from celery import shared_task
 from django.conf import settings
 
 from engines import store_rows
+from engines.client import close_client_session
 from engines.errors import EngineError
 from sessions import drain_moves, drains, handoffs, kv_losses, kv_measuring, leases, lifecycle, services, snapshots
 from sessions.errors import SessionUnknown
 
 SWEEP_EXPIRES_S = 12.0
+Given = ParamSpec("Given")
+Done = TypeVar("Done")
 
 logger = logging.getLogger(__name__)
 _sweeping = threading.Lock()
+
+
+def in_a_loop(act: Callable[Given, Awaitable[Done]], *args: Given.args, **options: Given.kwargs) -> Done:
+    """What `act` returns, run in an event loop of its own. Connections to engines belong to their loop, and end with it here."""
+
+    async def closed() -> Done:
+        try:
+            return await act(*args, **options)
+        finally:
+            await close_client_session()
+
+    return async_to_sync(closed)()
 
 
 @shared_task(ignore_result=True)
@@ -39,6 +56,7 @@ def expire_sessions() -> None:
     snapshots.expire_chats()
     snapshots.expire_turns()
     handoffs.expire()
+    drains.expire()
 
 
 @shared_task(ignore_result=True)
@@ -97,7 +115,7 @@ def forget_sessions(host_name: str, session_keys: list[str]) -> None:
 def end_session(turn_id: int) -> None:
     """Free the slot of a conversation whose client said that this turn is its last."""
     try:
-        async_to_sync(lifecycle.end)(turn_id)
+        in_a_loop(lifecycle.end, turn_id)
     except EngineError as error:
         # The engine parks it by itself once it was idle for long.
         logger.info("the session of turn %d keeps its place for now: %s", turn_id, error.message)
@@ -107,7 +125,7 @@ def end_session(turn_id: int) -> None:
 def run_handoff(handoff_id: int) -> None:
     """Move a conversation from one engine to another, as its row says. Again: learns what came of it."""
     try:
-        async_to_sync(handoffs.run)(handoff_id)
+        in_a_loop(handoffs.run, handoff_id)
     except SessionUnknown as error:
         logger.info("handoff %d: %s", handoff_id, error.message)
 
@@ -115,7 +133,7 @@ def run_handoff(handoff_id: int) -> None:
 @shared_task(ignore_result=True)
 def sweep_handoffs() -> None:
     """Give up moves that nobody began, and ask after those whose task died."""
-    async_to_sync(handoffs.sweep)()
+    in_a_loop(handoffs.sweep)
 
 
 @shared_task(ignore_result=True)
@@ -123,18 +141,19 @@ def measure_kv_loss() -> None:
     """Measure what is lost between two quants of a family that are served now and were not measured: one pair a time."""
     for pair in kv_losses.due():
         if kv_losses.claim(pair):
-            async_to_sync(kv_measuring.measure)(pair)
+            in_a_loop(kv_measuring.measure, pair)
             return
 
 
 @shared_task(ignore_result=True)
 def run_drain(drain_id: int) -> None:
     """Move conversations off what is drained, for a while; whoever comes next goes on."""
-    async_to_sync(drain_moves.slice_of)(drain_id)
+    in_a_loop(drain_moves.slice_of, drain_id)
 
 
 @shared_task(ignore_result=True)
 def sweep_drains() -> None:
-    """Go on with drains whose mover died."""
+    """Keep closed what waits to be emptied, and go on with drains whose mover died."""
+    drains.keep_closed()
     for drain_id in drains.stuck():
         run_drain.apply_async(args=[drain_id], queue="control", expires=drains.TASK_EXPIRES_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.contrib.auth.models import User
@@ -20,6 +21,7 @@ from tests.panel.page import SmallPool
 
 pytestmark = pytest.mark.django_db(transaction=True)
 KEY = "a" * 64
+ME = uuid4()
 
 
 @pytest.fixture
@@ -50,8 +52,9 @@ async def test_a_preview_names_each_conversation_its_target_bytes_and_pause(pool
     assert "Why does the build fail?" in text
     assert "answers now" in text
     assert text.count("tiny-boreas-") == 3
-    assert "254.0" in text or "242" in text, "megabytes of the one that answers"
-    assert "8.4 ms" in text
+    shown = text.replace("\xa0", " ")
+    assert '<td data-label="Size" class="number">242.2 MB</td>' in shown, "of the one that answers"
+    assert '<td data-label="Pause">8.4 ms</td>' in shown
     assert text.count("none: idle") == 2
     assert "stays: what runs on the other engines leaves no room for it" in text
     assert (await in_db(Engine.objects.get, pk=pool.engine.pk)).takes_new, "a look changes nothing"
@@ -71,14 +74,14 @@ async def test_to_go_closes_it_and_shows_how_far_it_is(pool: SmallPool, browser:
         Moved(KEY, "The boat", "tiny-atlas", "tiny-boreas-a", 900, "moved", "live", 4_000_000, 1_000_000, 12.3, 0.4),
         Moved("b" * 64, "", "tiny-atlas", "", 5, "stays", "idle", reason="it is too long"),
     ]
-    assert await in_db(drains.claim, drain.pk)
-    assert await in_db(drains.beat, drain.pk, told)
+    assert await in_db(drains.claim, drain.pk, ME)
+    assert await in_db(drains.beat, drain.pk, ME, told)
     assert "The boat" in await page(browser, path), "a second look shows the one that goes on"
     part = await page(browser, f"/drains/{drain.pk}/?part")
     assert "<html" not in part
     assert "3.8 MB" in part.replace("\xa0", " ")
     assert "12 ms" in part
-    assert await in_db(drains.finish, drain.pk, told)
+    assert await in_db(drains.finish, drain.pk, ME, told)
     assert 'data-state="partial"' in await page(browser, f"/drains/{drain.pk}/")
     assert "takes nothing new already" in await page(browser, path)
     assert "takes requests again" in await page(browser, f"{path}serve/", csrf="")
@@ -93,6 +96,26 @@ def test_what_is_empty_says_so(small_pool: SmallPool, browser: Client) -> None:
     assert browser.get("/drain/card/0/").status_code == 404
     assert browser.get("/drain/planet/1/").status_code == 404
     assert browser.get("/drains/0/").status_code == 404
+
+
+def test_a_part_of_what_is_drained_says_what_to_do_and_what_is_gone_says_so(
+    small_pool: SmallPool, browser: Client
+) -> None:
+    Engine.objects.update(http_port=1)
+    drain_id = drains.begin(drains.named("host", "atlas"), stops=False, send=False)
+    answer = browser.post(f"/drain/engine/{small_pool.engine.pk}/serve/", follow=True).content.decode()
+    assert "The whole host atlas is being drained: have that serve again." in answer
+    path = "/admin/engines/engine/"
+    form = {"action": "activate", "_selected_action": [small_pool.engine.pk]}
+    assert "The whole host atlas" in browser.post(path, form, follow=True).content.decode()
+    assert not Engine.objects.get().takes_new
+    engine = drains.begin(drains.named("engine", "tiny-atlas"), stops=False, send=False)
+    Engine.objects.all().delete()
+    drains.keep_closed()
+    text = browser.get(f"/drains/{engine}/").content.decode()
+    assert "ended: it is not in the pool any more" in text
+    assert "drain-serve" not in text
+    assert "drain-serve" in browser.get(f"/drains/{drain_id}/").content.decode()
 
 
 def test_nobody_but_the_staff(small_pool: SmallPool, admin: User, client: Client) -> None:
@@ -125,6 +148,11 @@ def test_the_admin_previews_one_and_drains_several(
     assert not Engine.objects.get().takes_new
     listed = browser.get("/admin/hydra_sessions/drain/").content.decode()
     assert "0 of 0" in listed
+    told = [Moved(KEY, "", "tiny-atlas", "x", 1, outcome) for outcome in ("moved", "stays", "moved")]
+    drain = Drain.objects.get()
+    assert drains.claim(drain.pk, ME)
+    assert drains.beat(drain.pk, ME, told)
+    assert "2 of 3" in browser.get("/admin/hydra_sessions/drain/").content.decode()
     text = browser.post(f"/admin/{place}/", {"action": "activate", "_selected_action": [chosen]}, follow=True)
     assert "takes requests again" in text.content.decode()
     assert Engine.objects.get().takes_new

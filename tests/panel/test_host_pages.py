@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Permission, User
 from django.test import Client
 
 from pools.choices import HostDuty
 from pools.models import Host
+from sessions.choices import DrainState
+from sessions.models import Drain
 from tests.panel.page import SmallPool
 
 
@@ -27,8 +29,13 @@ def test_the_staff_drains_a_host_and_lets_it_serve_again(small_pool: SmallPool, 
     assert answer.redirect_chain == [("/", 302)]
     assert "atlas finishes what it has and takes nothing new." in answer.content.decode()
     assert duty_of(small_pool) == HostDuty.DRAINING
-    again = browser.post(path, {"duty": "drain"}, follow=True).content.decode()
-    assert 'data-level="warning"' in again
+    for leaving in (HostDuty.DRAINING, HostDuty.RETIRING, HostDuty.RETIRED):
+        Drain.objects.update(state=DrainState.DONE)  # which is over, in whatever way
+        Host.objects.filter(pk=small_pool.host.pk).update(duty=leaving)
+        again = browser.post(path, {"duty": "drain"}, follow=True).content.decode()
+        assert 'data-level="warning"' in again
+        assert (duty_of(small_pool), Drain.objects.count()) == (leaving, 1)
+    Host.objects.filter(pk=small_pool.host.pk).update(duty=HostDuty.DRAINING)
     assert "atlas serves." in browser.post(path, {"duty": "serve"}, follow=True).content.decode()
     assert duty_of(small_pool) == HostDuty.ACTIVE
 
@@ -58,3 +65,16 @@ def test_the_form_carries_its_token_and_the_dashboard_its_place(small_pool: Smal
     form = text[text.index('id="host-duty"') :]
     assert 'data-action="/hosts/0/duty/"' in form
     assert "csrfmiddlewaretoken" in form[: form.index("</template>")]
+
+
+@pytest.mark.parametrize("right", ["view", "change"])
+def test_who_may_only_look_commands_nothing_in_the_admin(small_pool: SmallPool, client: Client, right: str) -> None:
+    looker = User.objects.create_user("carol", is_staff=True)
+    looker.user_permissions.set(Permission.objects.filter(codename__in=["view_host", f"{right}_host"]))
+    client.force_login(looker)
+    Host.objects.update(duty=HostDuty.DRAINING)
+    form = {"_selected_action": [small_pool.host.pk]}
+    client.post("/admin/pools/host/", {"action": "activate", **form})
+    assert duty_of(small_pool) == (HostDuty.ACTIVE if right == "change" else HostDuty.DRAINING)
+    previewed = client.post("/admin/pools/host/", {"action": "drain", **form}).headers.get("Location", "")
+    assert previewed.startswith("/drain/host/") is (right == "change")

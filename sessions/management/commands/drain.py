@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 
 from asgiref.sync import async_to_sync
@@ -11,9 +13,13 @@ from engines.client import close_client_session
 from engines.errors import EngineError
 from pools.db import in_db
 from sessions import drain_moves, drains, evacuation
-from sessions.choices import DrainKind
+from sessions.choices import DrainKind, DrainState
 from sessions.drains import DrainView, Moved, Subject
 from sessions.evacuation import PlannedMove
+
+# Where a worker has taken a drain up, it is waited for; nobody is for longer.
+LOOK_S = 1.0
+PATIENCE_S = 3600.0
 
 
 class Command(BaseCommand):
@@ -59,21 +65,42 @@ class Command(BaseCommand):
 
     def _go(self, subjects: list[Subject], stops: bool) -> None:
         # All are closed before anything moves, so that nothing moves from one to another.
-        begun = [drains.begin(subject, stops=stops, send=False) for subject in subjects]
+        begun = drains.begin_all(subjects, stops=stops)
         ended = [async_to_sync(self._carried_on)(drain_id) for drain_id in begun]
         for drain in ended:
             then = "and stops when it is done" if drain.stops else "until it is told to --serve"
-            self.stdout.write(f"{drain.subject}: {len(drain.of('moved'))} moved; it takes nothing new {then}.")
+            then = f"it takes nothing new {then}"
+            if drain.state == DrainState.ENDED:
+                then = "somebody else ended its drain"
+            self.stdout.write(f"{drain.subject}: {len(drain.of('moved'))} moved; {then}.")
         left = sum(len(drain.of("stays")) for drain in ended)
+        kept = sum(len(drain.of("saved")) for drain in ended if drain.kind == DrainKind.HOST)
         if left:
             raise CommandError(f"{left} stay.")
+        if kept:
+            raise CommandError(f"{kept} are saved in their own host's store only.")
 
     async def _carried_on(self, drain_id: int) -> DrainView:
+        told: set[str] = set()
+
+        def tell(moved: Moved) -> None:
+            told.add(moved.session)
+            self.stdout.write(said(moved))
+
+        until = time.monotonic() + PATIENCE_S
         try:
-            await drain_moves.carry_on(drain_id, tell=lambda moved: self.stdout.write(said(moved)))
-            return await in_db(drains.view, drain_id)
+            # Another process may be at it: it is done when it is over, whoever did it.
+            while not await drain_moves.carry_on(drain_id, tell=tell):
+                if time.monotonic() > until:
+                    raise CommandError(f"Drain {drain_id} still goes on; its page tells how far it is.")
+                await asyncio.sleep(LOOK_S)
+            drain = await in_db(drains.view, drain_id)
         finally:
             await close_client_session()
+        for moved in drain.moves:
+            if moved.session not in told:
+                self.stdout.write(said(moved))
+        return drain
 
 
 def foretold(move: PlannedMove) -> str:
