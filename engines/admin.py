@@ -74,12 +74,12 @@ class EngineAdmin(ModelAdmin):
         ]
         return f"{describe(residents.engine_form(engine))}: {'; '.join(parts)}"
 
-    @admin.action(description="Start")
+    @admin.action(permissions=["change"], description="Start")
     def start_engines(self, request: HttpRequest, chosen: QuerySet[Engine]) -> None:
         count = sum(services.start(engine.pk) for engine in chosen)
         self.message_user(request, f"{count} asked to start.", messages.SUCCESS)
 
-    @admin.action(description="Stop")
+    @admin.action(permissions=["change"], description="Stop")
     def stop_engines(self, request: HttpRequest, chosen: QuerySet[Engine]) -> None:
         count = sum(services.stop(engine.pk) for engine in chosen)
         self.message_user(request, f"{count} asked to stop.", messages.SUCCESS)

@@ -18,7 +18,7 @@ from django.db.models.functions import Now
 from django.utils.text import slugify
 
 from engines import residents, services
-from engines.choices import TERMINAL, EngineState, StopReason, Wanted
+from engines.choices import LIVE, TERMINAL, EngineState, StopReason, Wanted
 from engines.errors import ModelDoesNotFit, ModelLoading, ModelNotFound, NoEngineReady
 from engines.models import Engine
 from engines.reconcile import DRAIN_DEADLINE_S
@@ -127,15 +127,17 @@ def _load(wish: LoadWish) -> LoadView:
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_PLANNING_LOCK])
         if (coming := _coming(wish)) is not None:
             return _view(coming)
-        devices = usable_devices(wish.variant_id)
-        engines = residents.engines_of({device.host_id for device in devices})
+        usable = usable_devices(wish.variant_id)
+        engines = residents.engines_of({device.host_id for device in usable})
+        closed = _closed_places(engines)
+        devices = [device for device in usable if not closed & _places(device)]
         held = reservation.held_of(load_resource(device.device_id) for device in devices)
         busy = frozenset(device.device_id for device in devices if load_resource(device.device_id) in held)
         states = residents.device_states(devices, engines, busy)
-        kept = _kept_row(wish, engines)
+        kept = _kept_row(wish, engines, closed)
         answer = _plan(wish, kept, [state for state in states if not state.is_busy], engines)
         if isinstance(answer, Refusal):
-            return _queued_or_refused(wish, kept, states, engines, answer)
+            return _queued_or_refused(wish, kept, states, engines, answer, is_closed=len(devices) < len(usable))
         device = next(device for device in devices if device.device_id == answer.device_id)
         return _begin(wish, kept, device, answer)
 
@@ -150,12 +152,37 @@ def load_owner(engine_id: int) -> str:
     return f"load:{engine_id}"
 
 
-def _kept_row(wish: LoadWish, engines: Sequence[Engine]) -> Engine | None:
+def _closed_places(engines: Sequence[Engine]) -> set[tuple[int, int | None]]:
+    """Host and device of engines that were told to take nothing new, as those that are being emptied: nothing is loaded beside
+    them. One that a person stopped keeps its device from nobody."""
+    return {
+        (engine.host_id, engine.gpu_id)
+        for engine in engines
+        if not engine.takes_new
+        and (
+            engine.state in LIVE
+            or engine.wanted == Wanted.RUNNING
+            or engine.stop_reason in (StopReason.IDLE, StopReason.SWAP)
+        )
+    }
+
+
+def _places(device: DeviceFacts) -> set[tuple[int, int | None]]:
+    """As engines name it: those of a CPU may name none."""
+    named: set[tuple[int, int | None]] = {(device.host_id, device.device_id)}
+    return named | {(device.host_id, None)} if device.kind == "cpu" else named
+
+
+def _kept_row(wish: LoadWish, engines: Sequence[Engine], closed: set[tuple[int, int | None]]) -> Engine | None:
     """A stopped engine of the model that a person set up: it is started as it is, instead of one of our making."""
     rows = [
         engine
         for engine in engines
-        if engine.variant.model_id == wish.model_id and engine.state in TERMINAL and not engine.on_demand
+        if engine.variant.model_id == wish.model_id
+        and engine.state in TERMINAL
+        and not engine.on_demand
+        and engine.takes_new
+        and (engine.host_id, engine.gpu_id) not in closed
     ]
     return min(rows, key=lambda engine: engine.pk, default=None)
 
@@ -190,12 +217,20 @@ def _queued_or_refused(
     states: Sequence[DeviceState],
     engines: Sequence[Engine],
     refusal: Refusal,
+    *,
+    is_closed: bool,
 ) -> LoadView:
-    """Raises ModelDoesNotFit unless patience would help: a device is at another load, or who would go came just now."""
+    """Raises ModelDoesNotFit unless patience would help: a device is at another load, or who would go came just now. Where
+    devices are closed (`is_closed`) it might fit there: raises NoEngineReady."""
     later = _plan(wish, kept, states, engines, protects_young=False)
     coming_or_going = (EngineState.STARTING, EngineState.DRAINING, EngineState.STOPPING)
-    if isinstance(later, LoadPlan) or any(engine.state in coming_or_going for engine in engines):
+    if isinstance(later, LoadPlan) or any(engine.takes_new and engine.state in coming_or_going for engine in engines):
         return LoadView("queued")
+    if is_closed:
+        raise NoEngineReady(
+            f"No engine serves the model {wish.model_name!r} right now.",
+            hint="What could serve it is being emptied; let it serve again in the panel.",
+        )
     raise ModelDoesNotFit(
         f"The model {wish.model_name!r} does not fit: {refusal.reason}.",
         hint=f"It would fit as: {refusal.nearest.label}." if refusal.nearest else None,
@@ -210,8 +245,8 @@ def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadP
     lease = reservation.reserve(
         load_resource(device.device_id), load_owner(engine.pk), LOAD_LEASE_S, f"loads {wish.model_name}"
     )
-    # Between the look and now a person may have stopped it, or somebody started it.
-    due = Engine.objects.filter(pk=engine.pk, state__in=TERMINAL).exclude(
+    # Between the look and now a person may have stopped or closed it, or somebody started it.
+    due = Engine.objects.filter(pk=engine.pk, state__in=TERMINAL, takes_new=True).exclude(
         stop_reason=StopReason.PERSON, wanted=Wanted.STOPPED
     )
     begun = lease is not None and due.update(
@@ -248,7 +283,7 @@ def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine | 
         "checkpoints": form.checkpoints,
     }
     row = Engine.objects.filter(
-        variant_id=wish.variant_id, gpu_id=device.device_id, on_demand=True, state__in=TERMINAL
+        variant_id=wish.variant_id, gpu_id=device.device_id, on_demand=True, takes_new=True, state__in=TERMINAL
     ).first()
     if row is None:
         place = {"host_id": device.host_id, "gpu_id": device.device_id, "variant_id": wish.variant_id}
@@ -271,16 +306,17 @@ def advance() -> int:
     """Start every engine whose way is free by now; returns how many."""
     started = 0
     for engine in Engine.objects.exclude(waits_for=[]):
-        if engine.wanted != Wanted.RUNNING:
-            # Somebody stopped it before it began.
-            stopped = Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).exclude(wanted=Wanted.RUNNING)
-            if stopped.update(waits_for=[]):
+        waiting = Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for)
+        if engine.wanted != Wanted.RUNNING or not engine.takes_new:
+            # Somebody stopped it before it began, or its place is being emptied.
+            given_up = waiting.exclude(wanted=Wanted.RUNNING, takes_new=True)
+            if given_up.update(waits_for=[], wanted=Wanted.STOPPED):
                 reservation.release_owner(load_owner(engine.pk))
             continue
         if Engine.objects.filter(pk__in=engine.waits_for).exclude(state__in=TERMINAL).exists():
             continue
         with transaction.atomic():
-            if Engine.objects.filter(pk=engine.pk, waits_for=engine.waits_for).update(waits_for=[]):
+            if waiting.filter(takes_new=True).update(waits_for=[]):
                 started += services.start(engine.pk)
     return started
 

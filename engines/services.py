@@ -274,11 +274,6 @@ def holding_engines(model_name: str | None = None) -> list[EngineEndpoint]:
     return _endpoints(Q(variant__model__name=model_name) if model_name else Q(), _HOLDS)
 
 
-def takes_requests(engine_id: int | None) -> bool:
-    """Whether requests are sent to this engine now."""
-    return Engine.objects.filter(_TAKES, pk=engine_id, http_port__isnull=False).exists()
-
-
 # Who is sent requests; and who can still be asked for what it holds.
 _TAKES = Q(state__in=SERVING, host__duty="active", takes_new=True)
 _HOLDS = Q(state__in=HANDING_OVER)

@@ -40,6 +40,8 @@ def duty(request: HttpRequest, host_id: int) -> HttpResponse:
 def _changed(subject: drains.Subject, wanted: HostDuty, user_id: int) -> bool:
     if wanted == HostDuty.ACTIVE:
         return drains.serve_again(subject)
+    if subject.duty != HostDuty.ACTIVE:
+        return False
     try:
         return bool(drains.begin(subject, stops=True, user_id=user_id))
     except DrainGoesOn:

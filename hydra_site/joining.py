@@ -19,8 +19,10 @@ from pools import join_tokens
 from pools.db import in_db
 from pools.errors import PoolError, ReleaseDiffers
 from pools.release import this_release
+from sessions import drains
 from sessions.api.answers import endpoint
 from sessions.api.operations import Operation
+from sessions.choices import DrainKind
 from sessions.errors import ForeignOrigin
 
 MAX_BODY_BYTES = 1 << 14
@@ -83,6 +85,8 @@ def admit(body: JoinBody) -> dict[str, Any]:
         host_id = join_tokens.redeem(body.token, body.host_name, body.address)
         if body.schema_digest != release.schema:
             raise ReleaseDiffers(f"The site runs {release.version}, this machine {body.version}; their tables differ.")
+        # A drain of the machine that had this name is over, and its engines take requests here.
+        drains.serve_again(drains.subject_of(DrainKind.HOST, host_id))
         granted = host_grants.grant(host_id, body.host_name)
     return {
         "host_name": body.host_name,

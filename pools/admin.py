@@ -61,7 +61,7 @@ class ModelAdminPage(ModelAdmin):
     def where_it_fits(self, model: Model) -> str:
         return fit_table(model.name)
 
-    @admin.action(description="Serve requests that name no model with this one")
+    @admin.action(permissions=["change"], description="Serve requests that name no model with this one")
     def make_default(self, request: HttpRequest, chosen: QuerySet[Model]) -> None:
         names = [model.name for model in chosen]
         if len(names) != 1:

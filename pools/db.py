@@ -1,6 +1,7 @@
 """The one way from asynchronous code to the services, which are plain functions; and the database's clock."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -43,6 +44,13 @@ async def in_db_within(patience_s: float, call: Callable[..., Result], *args: An
             raise
         raise OperationalError(f"the database has not answered for {patience_s:g} s") from error
     return result
+
+
+def not_after(until_s: float) -> None:
+    """Raises OperationalError behind that time (monotonic): whoever asked has given up, and what a transaction wrote for it is
+    taken back, instead of staying behind with nobody to end it."""
+    if time.monotonic() > until_s:
+        raise OperationalError("the database took so long that nobody waits for this any more")
 
 
 def database_now() -> datetime:

@@ -157,7 +157,8 @@ def mark_lost_hosts(older_than_s: float = LOST_AFTER_S) -> list[str]:
 
 
 def change_duty(host_id: int, duty: HostDuty) -> bool:
-    """Ask something else of a host; False when it is that already, has left, or (retiring) is no host that joined.
+    """Ask something else of a host; False when it is that already, has left, (draining) leaves, or (retiring) is no host that
+    joined.
 
     Heads see it at their next look: engines of a host that drains or retires end once they are idle.
     """
@@ -165,8 +166,9 @@ def change_duty(host_id: int, duty: HostDuty) -> bool:
         raise ValueError(f"a host cannot be told to be {duty}")
     # The host that runs the site has no access of its own to give back.
     allowed = Q(access__isnull=False) if duty == HostDuty.RETIRING else Q()
+    final = [HostDuty.RETIRED, *([HostDuty.RETIRING] if duty == HostDuty.DRAINING else [])]
     with transaction.atomic():
-        due = Host.objects.filter(allowed, pk=host_id).exclude(duty__in=[duty, HostDuty.RETIRED])
+        due = Host.objects.filter(allowed, pk=host_id).exclude(duty__in=[duty, *final])
         # A join in the condition would make the UPDATE one over a subquery, which checks the row no second time.
         pk = due.select_for_update(of=("self",)).values_list("pk", flat=True).first()
         changed = pk is not None and Host.objects.filter(pk=pk).update(duty=duty, duty_since=Now())

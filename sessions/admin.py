@@ -50,7 +50,7 @@ class ApiKeyAdmin(ModelAdmin):
     def is_open(self, key: ApiKey) -> bool:
         return key.is_valid
 
-    @admin.action(description="Revoke for good")
+    @admin.action(permissions=["change"], description="Revoke for good")
     def revoke(self, request: HttpRequest, chosen: QuerySet[ApiKey]) -> None:
         count = api_keys.revoke_keys([key.pk for key in chosen])
         self.message_user(request, f"{count} revoked; it takes effect within seconds.", messages.SUCCESS)
@@ -256,7 +256,7 @@ class KvLossAdmin(RecordAdmin):
     def same(self, loss: KvLoss) -> str:
         return f"{loss.same_top} of {loss.places}" if loss.places else "not measured"
 
-    @admin.action(description="Measure again")
+    @admin.action(permissions=["delete"], description="Measure again")
     def measure_again(self, request: HttpRequest, chosen: QuerySet[KvLoss]) -> None:
         count = kv_losses.measure_again(chosen.values_list("pk", flat=True))
         self.message_user(request, f"{count} are measured again once both quants are served.", messages.SUCCESS)

@@ -217,11 +217,11 @@ def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
             return False
         row = Handoff.objects.get(pk=handoff_id)
         # What a person moved is to go on there, also where a site remembers the source; of a split request only this answer was
-        # meant. A source that takes nothing new is remembered by nobody: a drain leaves no wish, and ends one for the source.
-        taken = not splits and engines.takes_requests(row.source_id)
-        wanted = {"wanted_engine_id": row.target_id} if taken else {}
+        # meant. A drain leaves no wish, and ends one for the source.
+        drains = row.cause == HandoffCause.DRAIN
+        wanted = {} if splits or drains else {"wanted_engine_id": row.target_id}
         chat = ChatSession.objects.filter(pk=row.chat_id)
-        if not splits and not taken:
+        if drains:
             chat.filter(wanted_engine_id=row.source_id).update(wanted_engine_id=None)
         chat.update(engine_id=row.target_id, **wanted)
         if row.request_id:

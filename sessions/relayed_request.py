@@ -142,20 +142,31 @@ class RelayedRequest:
 
     async def _meet(self, wanted_id: int, failed: list[EngineEndpoint]) -> None:
         """Go where the session is wanted; where that cannot be, the place that it has is kept."""
+        board, here = dispatcher().board, replace(self.sent, seen_wanted_engine_id=wanted_id)
+        # Its own entry would count against the engine that it stands at.
+        self._leave_board()
         try:
-            sent = await dispatcher().choose(self.call, self.identity, self.wishes, failed, wanted_id)
+            sent = await self._wanted(wanted_id, failed) or here
         except EngineError as nobody:
             logger.info("a wish cannot be met: %s", nobody)
-            sent = replace(self.sent, seen_wanted_engine_id=wanted_id)
-        if sent.endpoint.engine_id == self.sent.endpoint.engine_id:
+            sent = here
+        if sent.endpoint.engine_id == here.endpoint.engine_id:
             # Whatever stood against it, the wish is over.
-            self.sent = replace(self.sent, seen_wanted_engine_id=wanted_id)
+            self.sent = here
+            board.enter(here.endpoint, here.missing_tokens)
+            self._stands = True
         else:
-            self._leave_board()
             self.sent = sent
             self._tries -= 1
             await self.take_place()
         self.record.planned_anew(**planned(self.sent))
+
+    async def _wanted(self, wanted_id: int, failed: list[EngineEndpoint]) -> Dispatched | None:
+        """The request chosen for once more; None where the engine on which it is wanted takes none. Raises as `choose` does."""
+        serving = [one for one in await dispatcher().ready.of(self.call.model) if one not in failed]
+        if all(one.engine_id != wanted_id for one in serving):
+            return None
+        return await dispatcher().choose(self.call, self.identity, self.wishes, failed, wanted_id)
 
     async def _leased(self) -> Lease | None:
         """None for what needs none."""

@@ -13,6 +13,7 @@ from kombu.exceptions import OperationalError as BrokerError
 
 from engines.loading import touch
 from pools import router_views
+from pools.db import not_after
 from pools.events import Outage, publish_on_commit
 from sessions import snapshots
 from sessions.choices import TurnState
@@ -104,8 +105,11 @@ class ChatView:
 # --- turns -----------------------------------------------------------------------------------------
 
 
-def begin_turn(start: TurnStart) -> int:
-    """Write that a request runs, in the conversation it belongs to (made on its first turn); returns the turn's primary key."""
+def begin_turn(start: TurnStart, until_s: float = float("inf")) -> int:
+    """Write that a request runs, in the conversation it belongs to (made on its first turn); returns the turn's primary key.
+
+    Raises OperationalError, with nothing written, where that takes until after `until_s` (monotonic).
+    """
     touch(start.engine_id)
     now = timezone.now()
     latest: dict[str, Any] = {"model_name": start.model_name, "last_active_at": now}
@@ -113,6 +117,7 @@ def begin_turn(start: TurnStart) -> int:
         latest["engine_id"] = start.engine_id
     with transaction.atomic():
         if start.resumed and (turn_id := _resumed_turn(start)):
+            not_after(until_s)
             return turn_id
         chat, _ = ChatSession.objects.get_or_create(
             key_hash=start.identity.key_hash,
@@ -143,6 +148,7 @@ def begin_turn(start: TurnStart) -> int:
             predicted_first_token_s=start.predicted_first_token_s,
             request_bytes=start.request_bytes,
         )
+        not_after(until_s)
         publish_on_commit("chat", chat.pk)
     return turn.pk
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from django.db import Error as DatabaseError
+from django.db import transaction
 
 from engines.errors import EngineError
 from engines.services import EngineEndpoint
-from pools.db import in_db_within
+from pools.db import in_db_within, not_after
 from sessions import handoffs
 from sessions.choices import HandoffCause
 from sessions.handoffs import HandoffView
@@ -29,6 +31,8 @@ from sessions.rates_board import RatesBoard
 # A prompt may take this long until its first token; the engines bound a move by as much.
 DEADLINE_S = 600.0
 DATABASE_PATIENCE_S = 5.0
+# A move that is not written so long before that is taken back: it would keep others from being planned.
+COMMIT_S = 1.0
 # After a request's end its move has nothing to wait for.
 SETTLE_S = 15.0
 # Smaller moves tell more of fixed costs than of the link.
@@ -110,6 +114,7 @@ class Split:
             self.prefill.engine_id,
             self.decode.engine_id,
             str(self._request_id),
+            time.monotonic() + DATABASE_PATIENCE_S - COMMIT_S,
         )
         if handoff_id is None:
             self._give_up("the session has no row")
@@ -149,17 +154,21 @@ class Split:
         return values
 
 
-def planned(session: str, prefill_id: int, decode_id: int, request_id: str) -> int | None:
-    """Write the move down; None for a conversation that has no row. Raises SessionBusy while another move goes on."""
+def planned(session: str, prefill_id: int, decode_id: int, request_id: str, until_s: float) -> int | None:
+    """Write the move down; None for a conversation that has no row. Raises SessionBusy while another move goes on, and
+    OperationalError, with nothing written, where that takes until after `until_s` (monotonic)."""
     chat_id = ChatSession.objects.filter(key_hash=session).values_list("pk", flat=True).first()
     if chat_id is None:
         return None
-    return handoffs.start(
-        chat_id,
-        prefill_id,
-        decode_id,
-        send=False,
-        request_id=request_id,
-        deadline_s=DEADLINE_S,
-        cause=HandoffCause.SPLIT,
-    )
+    with transaction.atomic():
+        handoff_id = handoffs.start(
+            chat_id,
+            prefill_id,
+            decode_id,
+            send=False,
+            request_id=request_id,
+            deadline_s=DEADLINE_S,
+            cause=HandoffCause.SPLIT,
+        )
+        not_after(until_s)
+    return handoff_id

@@ -85,6 +85,7 @@ class StreamDesk:
             wishes.background,
             idempotency,
             body_hash,
+            wishes.ends_session,
         )
         ask = partial(ask_engine, call, identity, request_id=stream.request_id, wishes=wishes, since_s=began_s)
         self._open(stream, about, call.raw, partial(ask, idempotency=idempotency))
@@ -128,7 +129,7 @@ class StreamDesk:
         stream.idempotency, stream.body_hash = about.idempotency, about.body_hash
         elapsed_s = max(0.0, time.time() - about.created_at)
         identity = Identity(owner, about.key_hash)
-        wishes = Wishes(background=about.background, budget_s=about.budget_s)
+        wishes = Wishes(background=about.background, budget_s=about.budget_s, ends_session=about.ends_session)
         ask = partial(
             resume, call, identity, request_id, journal, elapsed_s, wishes=wishes, idempotency=about.idempotency
         )

@@ -37,14 +37,19 @@ MAX_SHELVED_BYTES = 64 << 20
 STOPPED = 1 << 40
 
 # Keys: the stream, its journal, the conversation's name. The answers of those that write: 1 it is there now, 0 the stream is
-# another's, -1 it is not there as the writer knows it, who writes all of it again.
+# another's, -1 it is not there as the writer knows it, who writes all of it again. Who writes again does not take the name from a
+# later stream, which may have been written again before.
 _PUT = """
 local number, own = tonumber(redis.call('HGET', KEYS[1], 'number') or '0'), tonumber(ARGV[1])
 if number > own then return 0 end
 if number < own then
   redis.call('HSET', KEYS[1], 'about', ARGV[3], 'body', ARGV[4], 'number', ARGV[1])
   redis.call('DEL', KEYS[2])
-  if KEYS[3] then redis.call('SET', KEYS[3], ARGV[5], 'EX', ARGV[2]) end
+  local last = KEYS[3] and redis.call('GET', KEYS[3])
+  local other = ARGV[6] == '1' and last and redis.call('HGET', ARGV[7] .. last, 'about')
+  if KEYS[3] and not (other and cjson.decode(other).created_at > cjson.decode(ARGV[3]).created_at) then
+    redis.call('SET', KEYS[3], ARGV[5], 'EX', ARGV[2])
+  end
 end
 redis.call('EXPIRE', KEYS[1], ARGV[2])
 return 1
@@ -94,6 +99,12 @@ class Shelved:
     background: bool = False
     idempotency: str = ""
     body_hash: str = ""
+    ends_session: bool = False
+
+    @classmethod
+    def of_json(cls, text: bytes | str) -> Shelved:
+        """What a replica wrote, perhaps one of a newer release that tells more."""
+        return cls(**{name: value for name, value in json.loads(text).items() if name in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,9 @@ class Taken:
 
 @dataclass
 class _Kept:
-    """`is_there`: the request is written down under `number`, and `written_bytes` of the journal; `was_sent`: it may be.
-    `gave_up`: another replica has it. `written_at`, `stopped_at` on the monotonic clock."""
+    """`is_there`: the request is written down under `number`, and `written_bytes` of the journal; `was_there`: it has been, and
+    `charged_bytes` of all were counted; `was_sent`: it may be. `gave_up`: another replica has it. `written_at`, `stopped_at` on
+    the monotonic clock."""
 
     scope: str
     about: Shelved
@@ -118,7 +130,9 @@ class _Kept:
     lost: Callable[[], None]
     number: int
     is_there: bool
+    was_there: bool = False
     written_bytes: int = 0
+    charged_bytes: int = 0
     was_sent: bool = False
     written_at: float = 0.0
     ended: bool = False
@@ -165,7 +179,8 @@ class StreamShelf:
             return
         kept = _Kept(scope, about, body, journal, lost, number or 1, is_there=number > 0, was_sent=number > 0)
         if number:
-            kept.written_bytes, kept.written_at = len(journal.lines), time.monotonic()
+            kept.was_there, kept.written_bytes, kept.written_at = True, len(journal.lines), time.monotonic()
+            kept.charged_bytes = len(body) + kept.written_bytes  # by who had it
         self._kept[request_id] = kept
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._run(), name="streams-shelve")
@@ -215,7 +230,7 @@ class StreamShelf:
         if not answer:
             return None
         number, about, body, lines = answer
-        return Taken(Shelved(**json.loads(about)), body, lines, int(number))
+        return Taken(Shelved.of_json(about), body, lines, int(number))
 
     async def close(self) -> None:
         """Write what is left; for a site that is about to stop."""
@@ -275,11 +290,12 @@ class StreamShelf:
             return 1
         kept.was_sent = True
         about = json.dumps(asdict(kept.about))
-        values = (kept.number, KEEP_S, about, kept.body, kept.about.request_id)
+        again, others = int(kept.was_there), _keys(kept.scope, "")[0]
+        values = (kept.number, KEEP_S, about, kept.body, kept.about.request_id, again, others)
         said: int | None = await self._asked(self._valkey().eval, _PUT, len(kept.keys), *kept.keys, *values)
         if said == 1:
-            kept.is_there = True
-            self._charge(len(kept.body))
+            kept.is_there = kept.was_there = True
+            self._charge(kept)
         return said
 
     async def _add(self, kept: _Kept) -> int | None:
@@ -290,12 +306,16 @@ class StreamShelf:
         said: int | None = await self._asked(self._valkey().eval, _ADD, len(kept.keys), *kept.keys, *values)
         if said == 1:
             kept.written_bytes, kept.written_at = place + len(fresh), time.monotonic()
-            self._charge(len(fresh))
+            self._charge(kept)
         return said
 
-    def _charge(self, size_bytes: int) -> None:
-        self._bytes += size_bytes
-        asyncio.get_running_loop().call_later(KEEP_S, self._expired, size_bytes)
+    def _charge(self, kept: _Kept) -> None:
+        """Count what of it was not counted yet: what is written again after a loss was."""
+        size_bytes = len(kept.body) + kept.written_bytes
+        if (fresh_bytes := size_bytes - kept.charged_bytes) > 0:
+            kept.charged_bytes = size_bytes
+            self._bytes += fresh_bytes
+            asyncio.get_running_loop().call_later(KEEP_S, self._expired, fresh_bytes)
 
     def _expired(self, size_bytes: int) -> None:
         self._bytes -= size_bytes

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from sessions.split import Split
 
 WRITE_TIMEOUT_S = 10.0
+# A start that is not written so long before that is taken back: nobody would write its end.
+COMMIT_S = 1.0
 # The write would contend with the first token for the interpreter; nobody misses a row that is this young.
 START_DELAY_S = 0.05
 
@@ -211,7 +213,8 @@ class TurnRecord:
     async def _write_start(self) -> int | None:
         await asyncio.sleep(START_DELAY_S)
         await self._placed.wait()
-        return await written(services.begin_turn, self._start)
+        until_s = time.monotonic() + WRITE_TIMEOUT_S - COMMIT_S
+        return await written(services.begin_turn, self._start, until_s)
 
     async def _write_end(self, begun: asyncio.Task[Any], outcome: TurnEnd) -> None:
         turn_id = await begun

@@ -51,7 +51,7 @@ function drainWords({ host, cards, engines, hosts }) {
   const busy = cards.flatMap((card) => card.cells).filter((cell) => cell.state !== "idle").length;
   const words = [`${plural(running.length, "engine")} here ${running.length === 1 ? "takes" : "take"} nothing new, ${running.length === 1 ? "its" : "their"} conversations go on at others where these have room; ${plural(busy, "request")} ${busy === 1 ? "runs" : "run"} now.`];
   const serving = new Set(hosts.filter((other) => other.id !== host.id && other.duty === "active" && other.state !== "lost").map((other) => other.id));
-  const elsewhere = new Set(engines.filter(({ engine }) => engine.state === "ready" && serving.has(engine.host_id)).map(({ engine }) => engine.model_name));
+  const elsewhere = new Set(engines.filter(({ engine }) => engine.state === "ready" && engine.takes_new && serving.has(engine.host_id)).map(({ engine }) => engine.model_name));
   const only = [...new Set(running.map(({ engine }) => engine.model_name))].filter((name) => !elsewhere.has(name));
   if (only.length) words.push(`No other host serves ${only.join(", ")} now.`);
   return words.join(" ");

@@ -16,14 +16,14 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
-from engines import draining, engine_rows, loading, loading_exact, residents, services, tasks
+from engines import draining, emptying, engine_rows, loading, loading_exact, residents, services, tasks
 from engines.choices import StopReason
 from engines.errors import ModelDoesNotFit, ModelLoading, ModelNotFound, NoEngineReady
 from engines.models import Engine
 from engines.reconcile import COMMAND_EXPIRES_S, DRAIN_DEADLINE_S, EngineFacts, Step, decide
 from pools import device_limits, reservation
 from pools import services as pools
-from pools.models import Gpu, Model
+from pools.models import Gpu, Model, VariantFile
 from pools.services import VariantView
 from tests.rows import CPU, HOST, add_engine, add_model, set_ready
 from tests.synthetic_gguf import SyntheticModel
@@ -192,6 +192,37 @@ def test_what_a_person_stopped_or_took_off_demand_is_not_loaded(first: VariantVi
         loading.want("unknown")
 
 
+def test_nothing_is_loaded_on_what_is_being_emptied(first: VariantView, second: VariantView) -> None:
+    engine = serving(first)
+    emptying.close([engine.pk], 60.0)
+    for model in ("first", "second"):
+        with pytest.raises(NoEngineReady, match="No engine serves") as refused:
+            loading.engines_for(model)
+        assert "let it serve again in the panel" in (refused.value.hint or "") and refused.value.retryable
+    assert [(one.pk, one.takes_new) for one in Engine.objects.all()] == [(engine.pk, False)]
+    # What was closed and went for want of requests is opened by a person, not by a request.
+    Engine.objects.update(state="stopped", wanted="stopped", stop_reason=StopReason.IDLE)
+    for on_demand in (False, True):
+        Engine.objects.update(on_demand=on_demand)
+        with pytest.raises(NoEngineReady, match="No engine serves"):
+            loading.want("first")
+    assert (row(engine.pk).wanted, row(engine.pk).takes_new) == ("stopped", False)
+    assert reservation.reservations() == []
+    assert emptying.open_again([engine.pk]) == 1
+    assert loading.want("first").state == "starting"
+
+
+def test_a_model_whose_engine_is_being_emptied_is_loaded_elsewhere(first: VariantView) -> None:
+    engine = serving(first)
+    emptying.close([engine.pk], 60.0)
+    there = pools.record_probe("there", HOST, [CPU])
+    VariantFile.objects.create(
+        variant_id=first.variant_id, host_id=there, path="/there.gguf", checked_at=timezone.now()
+    )
+    assert loading.want("first").node == "there"
+    assert not row(engine.pk).takes_new
+
+
 def test_a_stop_that_comes_between_the_look_and_the_load_is_obeyed(first: VariantView) -> None:
     engine = add_engine(first)
     Engine.objects.filter(pk=engine.pk).update(wanted="stopped", commanded_at=None)
@@ -245,14 +276,18 @@ def test_idle_engines_are_unloaded_after_their_models_time_unless_pinned(first: 
     assert loading.idle_overdue("here") == []
 
 
-def test_a_load_that_somebody_stops_before_it_began_frees_its_device(first: VariantView, second: VariantView) -> None:
+@pytest.mark.parametrize("said", [{"wanted": "stopped"}, {"takes_new": False}])
+def test_a_load_that_somebody_stops_before_it_began_frees_its_device(
+    first: VariantView, second: VariantView, said: dict[str, object]
+) -> None:
     old = serving(first)
     room_for_one(old)
     loading.want("second")
     new = engine_of("second")
-    Engine.objects.filter(pk=new.pk).update(wanted="stopped")
-    loading.advance()
-    assert row(new.pk).waits_for == []
+    Engine.objects.filter(pk=new.pk).update(**said)
+    Engine.objects.filter(pk=old.pk).update(state="stopped")
+    assert loading.advance() == 0
+    assert (row(new.pk).waits_for, row(new.pk).wanted) == ([], "stopped")
     assert reservation.holder_of(loading.load_resource(new.gpu_id)) is None
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -18,7 +19,8 @@ from django.test import AsyncClient, Client
 from django.urls import reverse
 from psycopg.conninfo import make_conninfo
 
-from hydra_site import host_grants
+from engines.models import Engine
+from hydra_site import host_grants, joining
 from hydra_site.joinable import why_not_joinable
 from hydra_site.supervisor.home import Services
 from pools import host_access, host_services, join_tokens
@@ -26,7 +28,10 @@ from pools.choices import HostDuty
 from pools.errors import HostNameTaken, JoinTokenInvalid, PoolNotJoinable
 from pools.models import Host, JoinToken
 from pools.release import this_release
-from tests.rows import CPU, HOST
+from sessions import drains
+from sessions.choices import DrainKind
+from tests.rows import CPU, HOST, add_engine, add_model, set_ready
+from tests.synthetic_gguf import SyntheticModel
 
 OUTSIDE = ("postgresql://hydra:secret@db.lan/hydra", "redis://:secret@10.0.0.5:6379/0")
 
@@ -203,8 +208,12 @@ def test_a_host_gets_a_role_and_a_user_that_may_do_its_work_and_nothing_else(
         psycopg.connect(_test_database(again.database_url))
     with redis.Redis.from_url(again.broker_url) as client, pytest.raises(redis.AuthenticationError):
         client.ping()
+    _drop_group()
+
+
+def _drop_group() -> None:
+    """Nothing of the test stays in the cluster that the whole run shares."""
     with connection.cursor() as cursor:
-        # Nothing of the test stays in the cluster that the whole run shares.
         cursor.execute(f'DROP OWNED BY "{host_grants._group_name()}"; DROP ROLE "{host_grants._group_name()}"')
 
 
@@ -280,6 +289,7 @@ def test_a_host_leaves_in_steps_that_only_lead_forward_once_it_retires(joinable:
     host_access.record(joined, database_role="r", broker_user="u", broker_password_digest="d")
     assert not host_services.finish_retirement(joined)
     assert host_services.change_duty(joined, HostDuty.RETIRING)
+    assert not host_services.change_duty(joined, HostDuty.DRAINING), "it leaves, whatever an older page says"
     assert set(host_services.leaving_host_ages_s()) == {"second"}
     # Its role and broker user go when it retires; with its row they would only be forgotten.
     Host.objects.filter(pk=joined).update(state="lost")
@@ -290,6 +300,25 @@ def test_a_host_leaves_in_steps_that_only_lead_forward_once_it_retires(joinable:
     assert host_services.host_names() == ["first"]
     with pytest.raises(ValueError, match="retired"):
         host_services.change_duty(own, HostDuty.RETIRED)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_host_that_was_lost_while_it_drained_serves_when_it_joins_again(
+    outside: None, broker: redis.Redis, tmp_path: Path, tiny_model: Callable[..., SyntheticModel]
+) -> None:
+    engine = add_engine(add_model(tiny_model("llama").path, tmp_path), host_name="second")
+    set_ready(engine, 1)
+    host_access.record(engine.host_id, database_role="r", broker_user="u", broker_password_digest="d")
+    drain_id = drains.begin(drains.subject_of(DrainKind.HOST, engine.host_id), stops=True, send=False)
+    Host.objects.update(state="lost")
+    assert not Engine.objects.get().takes_new
+    try:
+        joining.admit(joining.JoinBody(**wish(join_tokens.create()[1])))
+        assert (Host.objects.get().duty, Engine.objects.get().takes_new) == ("active", True)
+        assert not drains.view(drain_id).is_open
+    finally:
+        host_grants.revoke(engine.host_id)
+        _drop_group()
 
 
 @pytest.mark.django_db

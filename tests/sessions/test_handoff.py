@@ -15,6 +15,7 @@ import openai
 import pytest
 from aiohttp import web
 from django.core.management import call_command
+from django.db import connection
 from django.db.models.functions import Now
 
 from engines.client import close_client_session
@@ -242,8 +243,8 @@ def test_a_move_is_written_down_once(tiny_model: Callable[..., SyntheticModel], 
     set_ready(source, 1)
     chat = ChatSession.objects.create(key_hash="a" * 64, model_name="tiny", engine=source)
     chat_id = chat.pk
-    move = handoffs.start(chat_id, source.pk, target.pk, send=False, cause=HandoffCause.DRAIN)
-    assert handoffs.view(move).to_dict()["cause"] == "drain"
+    move = handoffs.start(chat_id, source.pk, target.pk, send=False)
+    assert handoffs.view(move).to_dict()["cause"] == "asked"
     with pytest.raises(SessionBusy):
         handoffs.start(chat.pk, source.pk, target.pk, send=False)
     answer = HandoffAnswer("live", 10, 1000, 0, 1000, 0.1, 1.5, 2.0, None)
@@ -274,6 +275,38 @@ def test_a_move_is_written_down_once(tiny_model: Callable[..., SyntheticModel], 
         handoffs.view(lost)
     with pytest.raises(SessionUnknown):
         handoffs.start(chat_id, target.pk, source.pk, send=False)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("cause", [HandoffCause.DRAIN, HandoffCause.ASKED])
+def test_what_a_drain_moved_nobody_wished_there(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, cause: HandoffCause, is_open: bool
+) -> None:
+    """Also where its source took requests again meanwhile; and what a person moved is wished there, closed or not."""
+    variant = add_model(tiny_model("llama").path, tmp_path)
+    source, target = (add_engine(variant, name=name) for name in ("cpu-0", "cpu-1"))
+    set_ready(source, 1)
+    Engine.objects.filter(pk=source.pk).update(takes_new=is_open)
+    chat = ChatSession.objects.create(key_hash="a" * 64, model_name="tiny", engine=source, wanted_engine=source)
+    move = handoffs.start(chat.pk, source.pk, target.pk, send=False, cause=cause)
+    Handoff.objects.update(state=HandoffState.RUNNING)
+    assert handoffs.commit(move, HandoffAnswer("idle", 10, 1000, 0, 1000, 0.1, 1.5, 2.0, None))
+    chat.refresh_from_db()
+    assert (chat.engine_id, chat.wanted_engine_id) == (target.pk, None if cause == "drain" else target.pk)
+
+
+def test_a_site_of_the_release_before_may_still_write_moves(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    engine = add_engine(add_model(tiny_model("llama").path, tmp_path))
+    chat = ChatSession.objects.create(key_hash="a" * 64, model_name="tiny", engine=engine)
+    new = {"id", "deadline_s", "cause"}
+    values = {field.attname: field.value_from_object(Handoff(chat=chat)) for field in Handoff._meta.concrete_fields}
+    known = {name: value for name, value in values.items() if name not in new}
+    with connection.cursor() as cursor:
+        marks = ", ".join(["%s"] * len(known))
+        cursor.execute(f"INSERT INTO {Handoff._meta.db_table} ({', '.join(known)}) VALUES ({marks})", [*known.values()])
+    assert Handoff.objects.values_list("deadline_s", "cause").get() == (60.0, "asked")
 
 
 async def test_a_source_that_says_nothing_yet_is_moving_and_one_that_is_gone_is_lost(

@@ -285,12 +285,12 @@ async def a_replica_dies(sites: list[Site], crowd: Crowd, count: int) -> None:
 
 
 def run_out(site: Site) -> None:
-    """As if a minute had passed in which nobody prolonged what a dead replica had leased."""
+    """As if minutes had passed in which nobody prolonged what a dead replica had leased."""
     from django.db import connection
 
     with connection.cursor() as cursor:
         cursor.execute(
-            "UPDATE hydra_sessions_slotlease SET expires_at = now() - interval '1 second' WHERE owner LIKE %s",
+            "UPDATE hydra_sessions_slotlease SET expires_at = now() - interval '2 minutes' WHERE owner LIKE %s",
             [f"%:{site.process.pid}:%"],
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
 
 import pytest
 import redis.asyncio
@@ -221,3 +223,34 @@ async def test_a_stream_is_not_taken_for_somebody_who_has_gone(
     assert await written(valkey, running) == running.journal.lines
     assert await valkey.hget(running.key, "number") == b"1"
     assert not running.lost.is_set()
+
+
+async def test_after_a_loss_a_name_stays_with_the_last_stream_and_nothing_counts_twice(
+    valkey: redis.asyncio.Redis, owner: Callable[..., Owner]
+) -> None:
+    first = owner("two turns")
+    last = owner("two turns", beside=first)
+    last.about = replace(last.about, created_at=2.0)
+    for one in (first, last):
+        one.keep()
+        one.hear(3)
+        await written(valkey, one)
+    counted = first.shelf._bytes
+    assert counted == sum(len(b"{}") + len(one.journal.lines) for one in (first, last))
+    for one in (first, last):
+        await valkey.delete(one.key, f"{one.key}:journal")
+    await valkey.delete(f"hydra-stream-of:{SCOPE}:two turns")
+    for one in (last, first):
+        one.hear(1)
+        await written(valkey, one)
+    assert (await valkey.get(f"hydra-stream-of:{SCOPE}:two turns")).decode() == str(last.id)
+    said = sum(len(one.journal.lines) for one in (first, last))
+    async with asyncio.timeout(PATIENCE_S):
+        while first.shelf._bytes < said + 4:  # noqa: ASYNC110 -- nothing tells of it
+            await asyncio.sleep(0.01)
+    assert first.shelf._bytes == said + 4
+
+
+def test_what_a_newer_release_tells_beside_is_not_read() -> None:
+    about = Shelved("1", "a" * 64, "name", "/v1/chat/completions", 1.0, ends_session=True)
+    assert Shelved.of_json(json.dumps({**asdict(about), "colour": "red"})) == about

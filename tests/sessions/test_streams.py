@@ -349,6 +349,21 @@ async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engin
     await desk.close()
 
 
+async def test_a_taken_stream_still_ends_its_session(engine: PacedEngine) -> None:
+    lost, request_id = StreamShelf(), uuid.uuid4()
+    where = CALL.dialect.path
+    about = Shelved(str(request_id), ME.key_hash, "", where, time.time(), ends_session=True)
+    lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
+    await lost.close()
+    engine.allow(40)
+    desk = StreamDesk()
+    async with asyncio.timeout(PATIENCE_S):
+        stream = await desk.found(ME.owner, str(request_id))
+    assert stream.answer is not None
+    assert stream.answer._record._start.ends_session
+    await desk.close()
+
+
 async def test_what_no_engine_takes_is_refused_and_leaves_no_stream(engine: PacedEngine) -> None:
     desk = StreamDesk()
     await in_db(lambda: Engine.objects.update(state="starting"))

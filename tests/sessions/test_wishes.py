@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 from django.db.backends.utils import CursorWrapper
 
 from engines.client import close_client_session
 from engines.models import Engine
-from pools.db import in_db
-from sessions import leases, services, turn
+from pools.db import in_db, in_db_within
+from sessions import leases, services, split, turn
 from sessions.dialects import CHAT
 from sessions.identity import Identity, Owner
-from sessions.models import ChatSession, SlotLease, Turn
+from sessions.models import ChatSession, Handoff, SlotLease, Turn
 from sessions.relay import ask_engine
 from sessions.relayed_request import dispatcher, lease_desk
 from sessions.services import TurnStart
@@ -111,6 +114,7 @@ async def test_a_wish_that_cannot_be_met_is_over_once_it_was_looked_at(two: tupl
     await in_db(lambda: Engine.objects.filter(pk=target.pk).update(state="stopped"))
     assert await ask() == home.pk
     assert await in_db(wanted) is None
+    assert [dispatcher().board.running(one) for one in await dispatcher().ready.of("tiny")] == [0]
 
 
 async def test_a_warm_turn_asks_the_database_once_before_its_engine(
@@ -146,3 +150,16 @@ async def test_a_warm_turn_goes_on_while_the_database_hangs(two: tuple[Engine, E
     await answer.aclose()
     await wait_for_writes(PATIENCE_S)
     await lease_desk().settled()
+
+
+async def test_what_the_database_writes_too_late_is_taken_back(two: tuple[Engine, Engine]) -> None:
+    """Else a turn would run for an hour, and a planned move keep its conversation where it is."""
+    first, second = two
+    await in_db(services.begin_turn, start(first.pk))
+    until_s = time.monotonic() + 0.1
+    with frozen("hydra_sessions_turn"), pytest.raises(OperationalError):
+        await in_db_within(0.2, services.begin_turn, start(first.pk), until_s)
+    with frozen("hydra_sessions_handoff"), pytest.raises(OperationalError):
+        await in_db_within(0.2, split.planned, ME.key_hash, first.pk, second.pk, str(uuid.uuid4()), until_s)
+    await asyncio.sleep(0.2)  # who was frozen comes to an end
+    assert await in_db(lambda: (Turn.objects.count(), Handoff.objects.count())) == (1, 0)
