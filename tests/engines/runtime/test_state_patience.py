@@ -1,4 +1,4 @@
-"""Who takes a state too slowly, or sends one too slowly, loses the connection; the slot and the arena's buffers are free again."""
+"""Who takes or sends a state too slowly loses the connection; the slot and the arena's buffers are free again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_reader_that_stops_reading_keeps_no_slot(
             assert head == b"HTTP/1.1 200"
             async with asyncio.timeout(20):
                 assert (await desk.meta(0, "stream")).is_transferring
-                while (await desk.meta(0, "stream")).is_transferring:
+                while (await desk.meta(0, "stream")).is_transferring:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
         await runner.cleanup()
         assert await exported(desk) == whole
