@@ -16,7 +16,6 @@ from uuid import UUID, uuid4
 
 from django.db.models import Q
 
-from engines.client import close_client_session
 from engines.errors import EngineError
 from pools.db import database_now, in_db
 from sessions import drains, evacuation, handoffs, lifecycle
@@ -129,11 +128,8 @@ async def _carried_on(progress: _Progress, slice_s: float | None) -> None:
 
 
 async def slice_of(drain_id: int) -> None:
-    """A task's share, in an event loop of its own."""
-    try:
-        await carry_on(drain_id, SLICE_S, most_movers=drains.MOST_MOVERS)
-    finally:
-        await close_client_session()
+    """A task's share of a drain."""
+    await carry_on(drain_id, SLICE_S, most_movers=drains.MOST_MOVERS)
 
 
 async def _round(progress: _Progress, until: float) -> bool:

@@ -13,11 +13,9 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from celery import current_app
-from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import F, Q, QuerySet
 from django.db.models.functions import Coalesce, Now
-from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines import emptying
@@ -25,6 +23,7 @@ from engines import services as engines
 from engines.choices import Wanted
 from pools import services as pools
 from pools.choices import HostDuty
+from sessions import retention
 from sessions.choices import DrainKind, DrainState
 from sessions.drain_subjects import SHOWN, Subject, named, subject_of
 from sessions.errors import DrainGoesOn, DrainUnknown, NothingToDrain
@@ -62,7 +61,6 @@ MOST_MOVERS = 2
 # One that was just begun is taken up by its own task.
 JUST_BEGUN_S = 2.0
 MOST_TOLD = 512
-EXPIRED_AT_ONCE, MOST_EXPIRIES = 500, 20
 # Of these conversations nothing is lost where their engine goes.
 SETTLED = frozenset({"moved", "saved"})
 
@@ -274,15 +272,7 @@ def stuck() -> list[int]:
 
 def expire() -> int:
     """Delete drains that ended HYDRA_SESSION_RETENTION days ago, as the moves they made; returns how many. Bounded a call."""
-    due = Drain.objects.filter(ended_at__lt=timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS))
-    expired = 0
-    for _ in range(MOST_EXPIRIES):
-        oldest = due.order_by("ended_at").values("pk")[:EXPIRED_AT_ONCE]
-        gone, _by_model = due.filter(pk__in=oldest).delete()
-        expired += gone
-        if gone < EXPIRED_AT_ONCE:
-            break
-    return expired
+    return retention.expire(Drain.objects.filter(ended_at__lt=retention.kept_since()), "ended_at")
 
 
 _NOBODY = Moved("", "", "", "", 0, "")

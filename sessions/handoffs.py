@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from celery import current_app
-from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
-from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines import services as engines
@@ -27,6 +25,7 @@ from engines.services import EngineEndpoint
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 from pools.db import database_now, in_db
 from pools.events import publish_on_commit
+from sessions import retention
 from sessions.choices import HandoffCause, HandoffState
 from sessions.errors import SessionBusy, SessionUnknown
 from sessions.models import ChatSession, Handoff, SlotLease
@@ -41,7 +40,6 @@ SILENT_LOST_S = 45.0
 # A source says at once what came of a move that is over.
 SWEEP_PATIENCE_S = 3.0
 SWEPT_AT_ONCE, MOST_SWEPT = 8, 64
-EXPIRED_AT_ONCE, MOST_EXPIRIES = 500, 20
 MAX_REASON_CHARS = 200
 OPEN = (HandoffState.PLANNED, HandoffState.RUNNING)
 
@@ -284,15 +282,7 @@ def target_of(name: str) -> EngineEndpoint:
 
 def expire() -> int:
     """Delete moves that ended HYDRA_SESSION_RETENTION days ago; returns how many. Bounded a call."""
-    due = Handoff.objects.filter(ended_at__lt=timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS))
-    expired = 0
-    for _ in range(MOST_EXPIRIES):
-        oldest = due.order_by("ended_at").values("pk")[:EXPIRED_AT_ONCE]
-        gone, _by_model = due.filter(pk__in=oldest).delete()
-        expired += gone
-        if gone < EXPIRED_AT_ONCE:
-            break
-    return expired
+    return retention.expire(Handoff.objects.filter(ended_at__lt=retention.kept_since()), "ended_at")
 
 
 def view(handoff_id: int) -> HandoffView:

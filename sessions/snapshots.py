@@ -14,7 +14,6 @@ from datetime import UTC, datetime, timedelta
 
 import blake3
 from celery import current_app
-from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 from kombu.exceptions import OperationalError as BrokerError
@@ -24,6 +23,7 @@ from engines.store_calls import StoreCaller
 from engines.wire_store import SnapshotEntry
 from pools.db import database_now
 from pools.events import Outage, publish_on_commit
+from sessions import retention
 from sessions.models import ChatSession, Snapshot, Turn
 
 # A session's row may be on its way while its first snapshot is saved; an old one without a row belonged to a deleted session.
@@ -246,7 +246,7 @@ def delete_chats(chat_ids: Iterable[int]) -> int:
 
 def expire_chats() -> int:
     """Delete conversations that nobody has used for HYDRA_SESSION_RETENTION days; returns how many. Bounded a call."""
-    limit = timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS)
+    limit = retention.kept_since()
     expired = 0
     for _ in range(MOST_EXPIRIES):
         with transaction.atomic():
@@ -266,16 +266,10 @@ def expire_turns() -> int:
 
     A conversation in daily use never expires, nor do those that gather requests without a name: their turns would only pile up.
     """
-    limit = timezone.now() - timedelta(days=settings.HYDRA_SESSION_RETENTION_DAYS)
+    limit = retention.kept_since()
     # Ended later than it started: the first is for the index. One that runs has no end.
     due = Turn.objects.filter(started_at__lt=limit, ended_at__lt=limit)
-    expired = 0
-    for _ in range(MOST_EXPIRIES):
-        oldest = due.order_by("started_at").values("pk")[:TURNS_AN_EXPIRY]
-        gone, _by_model = due.filter(pk__in=oldest).delete()
-        expired += gone
-        if gone < TURNS_AN_EXPIRY:
-            break
+    expired = retention.expire(due, "started_at", TURNS_AN_EXPIRY)
     if expired:
         logger.info("%d requests' records expired", expired)
     return expired

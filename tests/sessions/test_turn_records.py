@@ -15,7 +15,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from engines.models import Engine
-from sessions import services, snapshots, tasks
+from sessions import retention, services, snapshots, tasks
 from sessions.identity import Identity, Owner
 from sessions.models import ChatSession, Turn
 from sessions.services import TurnEnd, TurnStart
@@ -57,7 +57,7 @@ def test_requests_of_a_conversation_that_never_ends_are_forgotten_after_the_rete
     tasks.expire_sessions()
     assert set(Turn.objects.values_list("pk", flat=True)) == {fresh.pk, running}
     assert ChatSession.objects.get().turn_count == 7, "the conversation itself goes on"
-    monkeypatch.setattr(snapshots, "MOST_EXPIRIES", 1)
+    monkeypatch.setattr(retention, "MOST_PARTS", 1)
     for _ in range(5):
         request(engine, age_s=3 * 86400)
     assert snapshots.expire_turns() == 2, "bounded a call"
