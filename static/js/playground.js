@@ -26,6 +26,8 @@ const conversation = new Conversation();
 const views = [];
 let models = [];
 let running = null;
+// Sent before the page was connected: goes out as soon as it is.
+let isDue = false;
 
 // --- the connection ---
 
@@ -66,6 +68,7 @@ const socket = new LiveSocket("/ws/playground/", {
       end(running);
     }
     drawControls();
+    if (state === "open" && isDue) submit();
   },
   onMessage(message) {
     if (message.id) socket.send({ type: "ack", id: message.id });
@@ -109,10 +112,41 @@ function drawModelState() {
 
 // --- asking and answering ---
 
-function send(text) {
-  if (running || !text.trim() || !socket.isOpen) return;
+/** Sends what the composer holds, now or once the page is connected; a change of the text takes the latter back. */
+function submit() {
+  const composer = byId("composer");
+  const text = composer.value;
+  if (running || !text.trim()) return;
+  setDue(!socket?.isOpen);
+  if (isDue) return;
+  composer.value = "";
+  fitComposer();
+  say(text);
+  composer.focus();
+}
+
+function say(text) {
   add({ role: "user", text });
   ask();
+}
+
+function setDue(due) {
+  if (isDue === due) return;
+  isDue = due;
+  byId("due").hidden = !due;
+  setText(byId("announcer"), due ? byId("due").textContent : "");
+}
+
+/** What was being written stays, unless the starter must wait for the connection in its place. */
+function submitStarter(text) {
+  if (running) return;
+  if (socket.isOpen) {
+    say(text);
+    return;
+  }
+  byId("composer").value = text;
+  fitComposer();
+  submit();
 }
 
 function ask() {
@@ -180,7 +214,7 @@ function show(message) {
 function drawControls() {
   byId("send").hidden = running !== null;
   byId("stop").hidden = running === null;
-  byId("send").disabled = !socket?.isOpen || !byId("composer").value.trim();
+  byId("send").disabled = !byId("composer").value.trim();
   byId("opening").hidden = conversation.messages.length > 0;
   byId("clear").disabled = conversation.messages.length === 0;
   for (const view of views) view.regenerate.hidden = view !== views.at(-1);
@@ -224,14 +258,6 @@ function bindSettings() {
 
 function bindControls() {
   const composer = byId("composer");
-  const submit = () => {
-    if (running || !socket.isOpen || !composer.value.trim()) return;
-    const text = composer.value;
-    composer.value = "";
-    fitComposer();
-    send(text);
-    composer.focus();
-  };
   byId("composer-form").addEventListener("submit", (event) => {
     event.preventDefault();
     submit();
@@ -242,6 +268,7 @@ function bindControls() {
     submit();
   });
   composer.addEventListener("input", () => {
+    setDue(false);
     fitComposer();
     drawControls();
   });
@@ -251,7 +278,7 @@ function bindControls() {
     composer.focus();
   });
   byId("clear").addEventListener("click", clear);
-  for (const starter of byId("starters").children) starter.addEventListener("click", () => send(starter.textContent));
+  for (const starter of byId("starters").children) starter.addEventListener("click", () => submitStarter(starter.textContent));
   byId("settings-toggle").addEventListener("click", () => {
     const open = byId("settings").classList.toggle("open");
     setAttribute(byId("settings-toggle"), "aria-expanded", String(open));

@@ -56,6 +56,17 @@ def _note_foreign(url: str, stack: Stack, problems: list[str]) -> None:
         problems.append(f"asked another host: {url}")
 
 
+# A WebSocket that is open for its page only once release() is called.
+HELD_SOCKET = """
+let held = true, opened = null;
+window.release = () => { held = false; opened?.(); };
+window.WebSocket = class extends WebSocket {
+  get readyState() { return held ? WebSocket.CONNECTING : super.readyState; }
+  set onopen(then) { super.onopen = () => { held ? (opened = then) : then(); }; }
+};
+"""
+
+
 def test_the_dashboard_shows_the_engine_live(page: Page) -> None:
     card = page.get_by_test_id("engine-card")
     expect(card).to_have_count(1, timeout=WAIT_MS)
@@ -86,6 +97,26 @@ def test_a_whole_answer_shows_tokens_per_second_first_token_time_and_its_engine(
     answer = page.get_by_test_id("message-assistant")
     expect(answer.get_by_test_id("message-stats")).to_contain_text("cpu-0", timeout=WAIT_MS)
     expect(answer.get_by_test_id("message-text")).not_to_be_empty()
+
+
+def test_what_is_sent_before_the_page_is_connected_goes_out_as_soon_as_it_is(page: Page, stack: Stack) -> None:
+    page.add_init_script(HELD_SOCKET)
+    page.goto(stack.url + "/playground/")
+    due, message = page.get_by_test_id("due"), page.get_by_test_id("composer")
+    expect(due).to_be_hidden()
+    page.get_by_role("button", name="Name a colour").click()
+    expect(due).to_be_visible()
+    message.fill("What is the capital of Japan?")
+    expect(due).to_be_hidden()
+    page.keyboard.press("Enter")
+    expect(due).to_be_visible()
+    expect(message).to_have_value("What is the capital of Japan?")
+    page.evaluate("release()")
+    stats = page.get_by_test_id("message-assistant").get_by_test_id("message-stats")
+    expect(stats).to_contain_text("cpu-0", timeout=WAIT_MS)
+    said = page.get_by_test_id("message-user").get_by_test_id("message-text")
+    expect(said).to_have_text("What is the capital of Japan?")
+    expect(due).to_be_hidden()
 
 
 def test_the_footer_offers_the_source(page: Page, stack: Stack) -> None:

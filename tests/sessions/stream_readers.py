@@ -56,12 +56,14 @@ class Reader:
     """A client of one stream."""
 
     number: int
+    # More than its kind asks for, if not 0.
+    most_tokens: int = 0
     text: bytes = b""
     answer: EngineAnswer | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     def call(self) -> Any:
-        return call_of(self.number)
+        return call_of(self.number, self.most_tokens)
 
     async def run(self) -> Reader:
         self.answer = await ask_engine(self.call(), me(self.number))

@@ -46,6 +46,7 @@ SECRET = "a secret of the tests, long enough"
 PATIENCE_S, BASELINE_S = 120.0, 30.0
 # Whichever engine the router fills, one that moves finds a free slot at the other.
 SLOTS = 24
+MOVED_TOKENS = 1400
 MOST_GROWTH_BYTES = 96 << 20
 MOVER = "import sys, asyncio, django; django.setup(); from sessions import handoffs; asyncio.run(handoffs.run(int(sys.argv[1])))"
 # A store keeps what it was given of the conversations; they are the same ones before and after.
@@ -197,9 +198,14 @@ async def killed_head(pool: Pool, move: int, moment_s: float) -> None:
         await handoffs.run(stuck)
 
 
+def readers_of(count: int) -> list[Reader]:
+    """The first two move, and go on long enough for it also where asking takes longer than answering."""
+    return [Reader(number, MOVED_TOKENS if number < 2 else 0) for number in range(count)]
+
+
 async def round_of(pool: Pool, victim: str, moment_s: float, count: int) -> None:
     before = await asyncio.to_thread(on_tmpfs, pool)
-    readers = [Reader(number) for number in range(count)]
+    readers = readers_of(count)
     twice: set[str] = set()
 
     async def watch() -> None:
@@ -219,7 +225,7 @@ async def round_of(pool: Pool, victim: str, moment_s: float, count: int) -> None
         await in_db(pool.restart, down)
     if victim == "store":
         await asyncio.to_thread(pool.store.restart)
-    alone = await asyncio.gather(*(Reader(number).run() for number in range(count)))
+    alone = await asyncio.gather(*(reader.run() for reader in readers_of(count)))
     broken = [reader.number for reader, other in zip(readers, alone, strict=True) if reader.said != other.said]
     whole = count - len(broken)
     (last,) = await in_db(lambda: handoffs.views(Q(), 1))
