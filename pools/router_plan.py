@@ -21,7 +21,7 @@ class Reason(Enum):
     MODE = "the operator asked for another form"
     GROUP = "the two cannot share KV"
     STREAMS = "it does not send or take KV while it computes"
-    LINK = "the link between the hosts was never measured"
+    LINK = "the link between the hosts was not measured when it was tried"
     PEER = "the peer cannot be reached"
     SLOT = "the engine that would decode has no free slot now"
     FIXED = "the request cannot change engines while it runs"

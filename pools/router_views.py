@@ -119,10 +119,12 @@ class CombinedView:
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """Measured speed between two hosts, or of a host's own memory where both are the same."""
+    """Speed between two hosts, or of a host's own memory where both are the same. It is `doubted` where it is a guess and whoever
+    relied on it lately measured nothing: only who must goes that way."""
 
     bytes_per_s: float
     latency_s: float = 0.0
+    doubted: bool = False
 
     def seconds(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes / self.bytes_per_s

@@ -26,6 +26,7 @@ from sessions.engine_call import EngineCall
 from sessions.errors import PoolBusy
 from sessions.estimates import Estimates
 from sessions.identity import Identity
+from sessions.move_speeds import MoveSpeeds
 from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
 from sessions.rates_board import RatesBoard
@@ -183,6 +184,7 @@ class Dispatcher:
         self.places = SessionPlaces()
         self.order = ArrivalOrder()
         self.kv_losses = KvLosses()
+        self.move_speeds = MoveSpeeds()
         self.watch = PoolWatch(self._look)
 
     async def _look(self, model_name: str | None) -> None:
@@ -220,8 +222,15 @@ class Dispatcher:
             )
         prefixes = self.hints.tokens(identity.owner.scope, call.hints.chain)
         losses = await self.kv_losses.among(endpoints)
+        speeds = await self.move_speeds.lately() if len({one.host_name for one in endpoints}) > 1 else {}
         pool = self.board.view(
-            endpoints, held=held, session=session, prefixes=prefixes, snapshots=place.snapshots, kv_losses=losses
+            endpoints,
+            held=held,
+            session=session,
+            prefixes=prefixes,
+            snapshots=place.snapshots,
+            kv_losses=losses,
+            move_speeds=speeds,
         )
         routed = route(request, pool)
         if routed.plan is None and request.force_engine is not None and not wishes.engine_name:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
@@ -43,6 +43,8 @@ MAX_RETRY_AFTER_S = 120
 # Until a link was measured: memory of the same host, and a gigabit's network.
 MEMORY_BYTES_PER_S = 1e9
 NETWORK = LinkView(1e8, 0.001)
+# A split over a link that nobody has measured is tried no more often.
+TRY_AGAIN_S = 600.0
 # How much the newest word of an engine counts, among those of its host.
 LINK_WEIGHT = 0.5
 MAX_LINKS = 4096
@@ -91,8 +93,9 @@ class RatesBoard:
         self._known: dict[tuple[int, str], _Known] = {}
         # From a store's address to a host, by what that host's engines have told; outlives those engines.
         self._link_speeds: dict[tuple[str, str], float] = {}
-        # From host to host, as split requests have shown.
+        # From host to host, as split requests have shown; and when one was last sent that way.
         self._move_speeds: dict[tuple[str, str], float] = {}
+        self._tried_s: dict[tuple[str, str], float] = {}
         self._usual_fixed_s = USUAL_FIXED_S
 
     async def look(self, endpoints: Sequence[EngineEndpoint]) -> None:
@@ -122,9 +125,10 @@ class RatesBoard:
         prefixes: dict[int, int],
         snapshots: tuple[SnapshotView, ...] = (),
         kv_losses: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        move_speeds: Mapping[tuple[str, str], float] = MappingProxyType({}),
     ) -> PoolView:
         """The pool as the router takes it. `held` and `prefixes` are what is known of this session beside the engines' word,
-        `kv_losses` what is lost between quants."""
+        `kv_losses` what is lost between quants, `move_speeds` (bytes/s) what moves between hosts have shown to any replica."""
         on_engines = dict(held)
         for endpoint in endpoints:
             rates = self._of(endpoint).rates
@@ -136,11 +140,18 @@ class RatesBoard:
             held={session: on_engines},
             prefixes={"chain": prefixes},
             snapshots={session: snapshots},
-            links=self._links(endpoints, snapshots) | self._pairs(endpoints),
+            links=self._links(endpoints, snapshots) | self._pairs(endpoints, move_speeds),
             sent={endpoint.engine_id: self._sent(endpoint) for endpoint in endpoints},
             kv_losses=kv_losses,
             most_kv_loss=max((endpoint.most_kv_loss for endpoint in endpoints), default=0.0),
         )
+
+    def tries(self, source_host: str, target_host: str) -> None:
+        """A request is split between engines of these hosts."""
+        self._tried_s.pop((source_host, target_host), None)
+        self._tried_s[source_host, target_host] = time.monotonic()
+        if len(self._tried_s) > MAX_LINKS:
+            del self._tried_s[next(iter(self._tried_s))]
 
     def moved(self, source_host: str, target_host: str, bytes_per_s: float) -> None:
         """A state went from an engine of one host to one of another, or of the same."""
@@ -304,8 +315,11 @@ class RatesBoard:
                 )
         return links
 
-    def _pairs(self, endpoints: Sequence[EngineEndpoint]) -> dict[tuple[str, str], LinkView]:
-        """Between the engines' hosts: as moves have shown, else as states come in from memory or from that host's store."""
+    def _pairs(
+        self, endpoints: Sequence[EngineEndpoint], move_speeds: Mapping[tuple[str, str], float]
+    ) -> dict[tuple[str, str], LinkView]:
+        """Between the engines' hosts: as moves have shown, else as states come in from memory or from that host's store; else a
+        guess, which one request now and then may rely on: what comes of it is a measure."""
         told = [(endpoint, rates) for endpoint in endpoints if (rates := self._of(endpoint).rates) and rates.streams_kv]
         links: dict[tuple[str, str], LinkView] = {}
         for source, _ in told:
@@ -314,11 +328,14 @@ class RatesBoard:
                 key = (source.host_name, target.host_name)
                 if key in links or source is target:
                     continue
-                moved = self._move_speeds.get(key, 0.0)
+                moved = self._move_speeds.get(key) or move_speeds.get(key, 0.0)
                 if key[0] == key[1]:
                     links[key] = LinkView(moved or rates.restore_bytes_per_s or MEMORY_BYTES_PER_S)
                 elif speed := moved or self._read_from(address, target.host_name):
                     links[key] = LinkView(speed, NETWORK.latency_s)
+                else:
+                    tried_s = self._tried_s.get(key, float("-inf"))
+                    links[key] = replace(NETWORK, doubted=time.monotonic() - tried_s < TRY_AGAIN_S)
         return links
 
     def _read_from(self, address: str, host_name: str) -> float | None:

@@ -26,6 +26,7 @@ from sessions.choices import HandoffCause
 from sessions.handoffs import HandoffView
 from sessions.lease_desk import LeaseDesk
 from sessions.models import ChatSession
+from sessions.move_speeds import TELLING_BYTES
 from sessions.rates_board import RatesBoard
 
 # A prompt may take this long until its first token; the engines bound a move by as much.
@@ -35,8 +36,6 @@ DATABASE_PATIENCE_S = 5.0
 COMMIT_S = 1.0
 # After a request's end its move has nothing to wait for.
 SETTLE_S = 15.0
-# Smaller moves tell more of fixed costs than of the link.
-TELLING_BYTES = 1 << 20
 _NAMESPACE = uuid.UUID("6d1c1d52-5f0a-4c6e-9a54-3f4a8a4f2d7b")
 # The loop keeps only weak references to tasks.
 _running: set[asyncio.Task[None]] = set()
@@ -72,6 +71,7 @@ class Split:
     def begin(self, limit: int, written: Callable[[], Awaitable[Any]]) -> None:
         """Hold the second engine's place (of `limit` there) and have the move done once the turn's row is `written`."""
         self._board.enter(self.decode, 0)
+        self._board.tries(self.prefill.host_name, self.decode.host_name)
         self._holds = True
         self._task = asyncio.create_task(self._run(limit, written), name=f"split-{self._request_id}")
         _running.add(self._task)

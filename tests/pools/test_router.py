@@ -202,6 +202,9 @@ def test_prefill_and_decode_split_where_one_computes_and_the_other_talks_faster(
     assert route(request(20_000, 500), replace(pool, links={})).plan.mode == "solo"  # type: ignore[union-attr]
     reasons = {refusal.reason for refusal in route(request(20_000, 500), replace(pool, links={})).explanation.refusals}
     assert reasons == {Reason.LINK}
+    doubted = replace(pool, links={pair: replace(link, doubted=True) for pair, link in pool.links.items()})
+    assert route(request(20_000, 500), doubted).plan.mode == "solo"  # type: ignore[union-attr]
+    assert route(request(20_000, 500, force_mode="pd"), doubted).plan.mode == "pd"  # type: ignore[union-attr]
     other = replace(pool, engines=(replace(first, kv_group="q3"), second))
     assert {refusal.reason for refusal in route(request(20_000, 500), other).explanation.refusals} == {Reason.GROUP}
     full = replace(pool, engines=(first, replace(second, free_slots=0)))
