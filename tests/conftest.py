@@ -19,6 +19,8 @@ import django
 import psycopg
 import pytest
 from django.conf import settings
+from hypothesis import HealthCheck
+from hypothesis import settings as examples
 
 from hydra_site.supervisor.embedded import embedded_servers
 from hydra_site.supervisor.home import Services
@@ -29,6 +31,10 @@ from tests.official_clients import close_clients
 from tests.synthetic_gguf import SyntheticModel
 
 _home = pytest.StashKey[Path]()
+
+# No test asserts a time, by an example's length neither: a machine with other work takes as long as it takes.
+examples.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+examples.load_profile("any-machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
