@@ -18,7 +18,7 @@ from typing import Any
 
 from engines.config import EngineConfig
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S, ANSWER_TIMEOUT_S, IDLE_TIMEOUT_S = 120.0, 30.0, 60.0
 # Below the ports that the kernel hands out to whoever asks for any.
 FIRST_PORT, PORTS_PER_WORKER, WORKERS = 10_000, 2_500, 9
 
@@ -96,22 +96,22 @@ class EngineProcess:
     def health(self) -> str | None:
         try:
             return str(self.get("/health")["status"])
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # it does not listen yet, or is too busy with its start to answer
             return None
 
     def get(self, path: str) -> Any:
         try:
-            with urllib.request.urlopen(self.base_url + path, timeout=5) as answer:
+            with urllib.request.urlopen(self.base_url + path, timeout=ANSWER_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
                 return json.load(error)
 
     def text(self, path: str) -> str:
-        with urllib.request.urlopen(self.base_url + path, timeout=5) as answer:
+        with urllib.request.urlopen(self.base_url + path, timeout=ANSWER_TIMEOUT_S) as answer:
             return str(answer.read().decode())
 
-    def wait_idle(self, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+    def wait_idle(self, timeout_s: float = IDLE_TIMEOUT_S) -> list[dict[str, Any]]:
         """Waits until no slot works, which is how a leaked one would show. Returns the slots."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -20,14 +20,12 @@ class LocalHub:
     """Use as a context manager; `files` maps (repository, file) to content.
 
     `breaks` is how many answers end after `break_after_bytes`; `told_sha256` overrides what is told of a file's digest;
-    `slow_s` is a pause after every 64 KiB; behind `stall_after_bytes` nothing comes until that is 0 again. `asked` collects
-    (method, path, range).
+    behind `stall_after_bytes` nothing comes until that is 0 again. `asked` collects (method, path, range).
     """
 
     files: dict[tuple[str, str], bytes] = field(default_factory=dict)
     breaks: int = 0
     break_after_bytes: int = 0
-    slow_s: float = 0.0
     stall_after_bytes: int = 0
     told_sha256: str = ""
     asked: list[tuple[str, str, str]] = field(default_factory=list)
@@ -115,8 +113,6 @@ class _Handler(BaseHTTPRequestHandler):
             while 0 < self.hub.stall_after_bytes <= offset and not self.hub.closing.wait(0.02):
                 pass
             self.wfile.write(content[offset : min(offset + 65536, end)])
-            if self.hub.slow_s and self.hub.closing.wait(self.hub.slow_s):
-                break
         if end < len(content):
             self.wfile.flush()
             self.close_connection = True

@@ -102,7 +102,7 @@ def test_messages_whole_streamed_and_counted(stack: Stack) -> None:
     assert (delta.type, delta.usage.output_tokens) == ("message_delta", delta.model_extra["timings"]["predicted_n"])
     answer = talk.messages.with_raw_response.create(**arguments)
     session = answer.headers["X-Hydra-Session"]
-    for _ in range(50):
+    for _ in range(600):
         turn = json.loads(request(stack, "GET", f"/v1/sessions/{session}")[1])["last_turns"][0]
         if turn["state"] == "done":
             break
@@ -196,7 +196,7 @@ def test_a_session_that_says_that_it_ends_is_parked_by_a_worker(stack: Stack) ->
 
 def _state_of(stack: Stack, session: str, wanted: str) -> str:
     """Once it is the wanted one, or after a while."""
-    for _ in range(200):
+    for _ in range(600):
         status, answer, _ = request(stack, "GET", f"/v1/sessions/{session}")
         state = str(json.loads(answer).get("state"))
         if status == 200 and state == wanted:

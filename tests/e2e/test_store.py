@@ -19,7 +19,7 @@ NAMED = {"X-Session-Id": "a conversation that is kept"}
 
 def store_pages(stack: Stack, page: str) -> Any:
     told = json.loads((stack.home / "store" / "config.json").read_text())
-    with urllib.request.urlopen(f"http://127.0.0.1:{told['http_port']}{page}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{told['http_port']}{page}", timeout=30) as answer:
         return json.load(answer)
 
 
@@ -41,7 +41,8 @@ def test_a_conversation_is_saved_and_its_row_says_where(stack: Stack) -> None:
     messages = [{"role": "user", "content": LONG + "Name one of them."}]
     status, answer = chat(stack, {"messages": messages, "max_tokens": 8}, NAMED)
     assert status == 200
-    ((key, title),) = rows(
+    # Rows are written behind the answers.
+    ((key, title),) = until(
         stack, f"SELECT key_hash, title FROM hydra_sessions_chatsession WHERE title LIKE '{LONG[:20]}%'"
     )
     assert title

@@ -185,12 +185,13 @@ def test_what_only_the_fetching_machine_reaches_is_refused(address: str, reaches
 
 
 def test_a_file_that_another_process_fetches_is_left_to_it(hub: LocalHub, tmp_path: Path) -> None:
-    hub.slow_s = 0.05
+    hub.stall_after_bytes = 1 << 20
     command = [sys.executable, "-m", "pools.fetch", f"hf:{REPO}/{FILE}", str(tmp_path / "models")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as first:
         try:
-            deadline = time.monotonic() + 30
-            while not hub.gets(FILE) and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            while not hub.gets(FILE):
+                assert time.monotonic() < deadline
                 time.sleep(0.05)
             outcome, _ = fetched(f"hf:{REPO}/{FILE}", tmp_path / "models")
         finally:

@@ -23,11 +23,12 @@ from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess, free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
 from tests.near_ties import logprobs_of
+from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
 from tests.synthetic_gguf import SyntheticModel
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SYSTEM = "You are told a very long story about rivers and stones. " * 12
 # A slow engine computes prompts in small pieces.
 FAST, SLOW, SLOWEST = {}, {"batch_tokens": 64, "micro_batch_tokens": 64}, {"batch_tokens": 32, "micro_batch_tokens": 32}
@@ -51,6 +52,15 @@ class RoutedPool:
             Engine.objects.filter(pk=row.pk).update(context_tokens=engine.config.context_tokens, **rpc)
             set_ready(row, engine.config.port, engine.process.pid)
         self._write_store()
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """No long answer ends meanwhile."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                assert isinstance(engine, PacedEngine)
+                stack.enter_context(engine.slowed())
+            yield
 
     def _write_store(self) -> None:
         """The store's row as its host's head would have it."""
@@ -95,10 +105,12 @@ def routed_pool(
         for number in range(count):
             rpc = {"rpc_port": free_port()} if moves else {}
             path = others.get(number, model).path
-            own = SPEEDS[number % 3]
+            engine: EngineProcess
             if cards:
-                own = {"module": ("tests.slow_card", *map(str, cards[number]))}
-            engine = EngineProcess(folder, path, **{**values, **own, **rpc})
+                card = ("tests.slow_card", *map(str, cards[number]))
+                engine = EngineProcess(folder, path, **{**values, "module": card, **rpc})
+            else:
+                engine = PacedEngine(folder, path, **{**values, **SPEEDS[number % 3], **rpc})
             pool.engines[f"cpu-{number}"] = stack.enter_context(engine)
         yield pool
 

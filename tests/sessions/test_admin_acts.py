@@ -119,15 +119,16 @@ async def busy_ones_stay(pool: RoutedPool, desk: Desk) -> None:
         page = ""
         while f"{len(others)} parked" not in page:  # a state of one may be on its way to the store
             page = await desk.act("park", *others)
-    answer = asyncio.create_task(talk.say("Tell me all of it.", max_tokens=6000))
-    await until(lambda: pool.engines[home].get("/rates")["decoding"])
-    one = await desk.delete_one(chats[session])
-    assert "Are you sure" in await desk.act("delete_selected", *chats.values())
-    assert set(await rows()) == set(chats), "it only asks yet"
-    many = await desk.act("delete_selected", *chats.values(), post="yes")
-    assert not answer.done()
-    assert await held(pool, session) == {home}
-    answer.cancel()
+    with pool.slowed():
+        answer = asyncio.create_task(talk.say("Tell me all of it.", max_tokens=6000))
+        await until(lambda: pool.engines[home].get("/rates")["decoding"])
+        one = await desk.delete_one(chats[session])
+        assert "Are you sure" in await desk.act("delete_selected", *chats.values())
+        assert set(await rows()) == set(chats), "it only asks yet"
+        many = await desk.act("delete_selected", *chats.values(), post="yes")
+        assert not answer.done()
+        assert await held(pool, session) == {home}
+        answer.cancel()
     for page in (one, many):
         assert BUSY in page
     assert "was deleted successfully" not in one

@@ -6,7 +6,7 @@ import asyncio
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from sessions.models import SlotLease, Turn
 from sessions.relayed_request import lease_desk
 from sessions.stream_desk import StreamDesk
 from sessions.turn import wait_for_writes
-from tests.engine_process import EngineProcess
+from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.loopback_engine import frame, loopback_engine, streaming
 from tests.sessions.stream_readers import Reader, call_of, me, said_in, until
@@ -36,19 +36,19 @@ TIMES = re.compile(rb'"timings":\{.*?\}')
 
 
 @pytest.fixture
-def engines(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> Iterator[dict[str, EngineProcess]]:
+def engines(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> Iterator[dict[str, PacedEngine]]:
     model = tiny_model("llama", tie_free=True, layers=6)
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(EngineProcess(tmp_path, model.path, slots=8, context_tokens=2048))
+            name: stack.enter_context(PacedEngine(tmp_path, model.path, slots=8, context_tokens=2048))
             for name in ("cpu-0", "cpu-1")
         }
 
 
 @pytest.fixture
 async def pool(
-    engines: dict[str, EngineProcess], tiny_model: Callable[..., SyntheticModel], tmp_path: Path
-) -> AsyncIterator[dict[str, EngineProcess]]:
+    engines: dict[str, PacedEngine], tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> AsyncIterator[dict[str, PacedEngine]]:
     def write() -> None:
         variant = add_model(tiny_model("llama", tie_free=True, layers=6).path, tmp_path)
         for name, engine in engines.items():
@@ -62,8 +62,16 @@ async def pool(
     await close_client_session()
 
 
+@contextmanager
+def slowed(pool: dict[str, PacedEngine]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for engine in pool.values():
+            stack.enter_context(engine.slowed())
+        yield
+
+
 @pytest.mark.parametrize("count", [7, pytest.param(20, marks=pytest.mark.soak)])
-async def test_streams_do_not_see_their_engine_die(pool: dict[str, EngineProcess], count: int) -> None:
+async def test_streams_do_not_see_their_engine_die(pool: dict[str, PacedEngine], count: int) -> None:
     readers = [Reader(number) for number in range(count)]
     async with asyncio.timeout(PATIENCE_S):
         running = [asyncio.create_task(reader.run()) for reader in readers]
@@ -86,14 +94,15 @@ async def test_streams_do_not_see_their_engine_die(pool: dict[str, EngineProcess
 
 @pytest.mark.soak
 async def test_a_stream_waits_for_its_only_engine_to_come_back(
-    pool: dict[str, EngineProcess], monkeypatch: pytest.MonkeyPatch
+    pool: dict[str, PacedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await in_db(lambda: Engine.objects.filter(name="cpu-1").update(state="stopped", http_port=None))
     reader = Reader(0)
     async with asyncio.timeout(PATIENCE_S):
-        running = asyncio.create_task(reader.run())
-        await reader.begun.wait()
-        pool["cpu-0"].process.kill()
+        with slowed(pool):
+            running = asyncio.create_task(reader.run())
+            await reader.begun.wait()
+            pool["cpu-0"].process.kill()
         await asyncio.sleep(0.3)
         assert not running.done()
 
@@ -107,13 +116,14 @@ async def test_a_stream_waits_for_its_only_engine_to_come_back(
 
 
 @pytest.mark.soak
-async def test_an_engine_that_stops_hands_its_streams_over(pool: dict[str, EngineProcess]) -> None:
+async def test_an_engine_that_stops_hands_its_streams_over(pool: dict[str, PacedEngine]) -> None:
     reader = Reader(1)
     async with asyncio.timeout(PATIENCE_S):
-        running = asyncio.create_task(reader.run())
-        await reader.begun.wait()
-        assert reader.answer is not None
-        pool[reader.answer.engine.name].process.terminate()
+        with slowed(pool):
+            running = asyncio.create_task(reader.run())
+            await reader.begun.wait()
+            assert reader.answer is not None
+            pool[reader.answer.engine.name].process.terminate()
         await running
         assert reader.said == (await Reader(1).run()).said
 
@@ -167,18 +177,19 @@ async def read(stream: KeptStream, start: int, until: int | None = None) -> list
 @pytest.mark.parametrize(
     "number", [1, pytest.param(0, marks=pytest.mark.soak), pytest.param(6, marks=pytest.mark.soak)]
 )
-async def test_another_replica_goes_on_with_a_kept_stream(pool: dict[str, EngineProcess], number: int) -> None:
+async def test_another_replica_goes_on_with_a_kept_stream(pool: dict[str, PacedEngine], number: int) -> None:
     first, second, third = StreamDesk(), StreamDesk(), StreamDesk()
     owner, call, name = Owner(), call_of(number, 1000), f"replicated-{number}"
     async with asyncio.timeout(PATIENCE_S):
         alone = await read(await first.begin(call, me(90), "alone"), 0)
-        begun = await first.begin(call, me(91), name)
-        had = await read(begun, 0, 30)
-        with pytest.raises(StreamUnknown):
-            await second.found(Owner(api_key_id=7), str(begun.request_id))
-        await until(lambda: begun.next_event > 60)
-        await asyncio.sleep(0.2)
-        taken = await second.found(owner, name)
+        with slowed(pool):
+            begun = await first.begin(call, me(91), name)
+            had = await read(begun, 0, 30)
+            with pytest.raises(StreamUnknown):
+                await second.found(Owner(api_key_id=7), str(begun.request_id))
+            await until(lambda: begun.next_event > 60)
+            await asyncio.sleep(0.2)
+            taken = await second.found(owner, name)
         assert taken.request_id == begun.request_id
         rest = await read(taken, 30)
         # The former reader is told, and its engine is let go.

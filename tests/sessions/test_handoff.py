@@ -34,7 +34,8 @@ from sessions.identity import Identity, Owner
 from sessions.models import ChatSession, Handoff, SlotLease, Turn
 from sessions.relay import ask_engine
 from sessions.turn import wait_for_writes
-from tests.engine_process import EngineProcess, free_port
+from tests.engine_process import free_port
+from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, mute_peer, refusing, streaming
 from tests.sessions.site_process import Site
@@ -42,11 +43,11 @@ from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
 SECRET = "a secret of the tests, long enough"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 COUNT = 1500
 
 
-def _write_rows(engines: dict[str, EngineProcess], model: SyntheticModel, folder: Path) -> None:
+def _write_rows(engines: dict[str, PacedEngine], model: SyntheticModel, folder: Path) -> None:
     variant = add_model(model.path, folder)
     for name, engine in engines.items():
         row = add_engine(variant, name=name, slots=engine.config.slots)
@@ -58,11 +59,11 @@ def _write_rows(engines: dict[str, EngineProcess], model: SyntheticModel, folder
 @pytest.fixture
 async def pool(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, servers: Services
-) -> AsyncIterator[tuple[dict[str, EngineProcess], Site]]:
+) -> AsyncIterator[tuple[dict[str, PacedEngine], Site]]:
     """Two engines and a site of their own."""
     model = tiny_model("llama", tie_free=True, layers=12)
     engines = {
-        name: EngineProcess(tmp_path, model.path, rpc_port=free_port(), rpc_secret=SECRET, context_tokens=8192, slots=2)
+        name: PacedEngine(tmp_path, model.path, rpc_port=free_port(), rpc_secret=SECRET, context_tokens=8192, slots=2)
         for name in ("cpu-0", "cpu-1")
     }
     site = Site(tmp_path, servers)
@@ -121,7 +122,7 @@ def _chat() -> tuple[str, str]:
     return chat.key_hash, chat.engine.name
 
 
-async def begun(talk: Talk, engines: dict[str, EngineProcess]) -> tuple[str, str, str]:
+async def begun(talk: Talk, engines: dict[str, PacedEngine]) -> tuple[str, str, str]:
     """The session, the engine where it runs and the other one, once its turn is written and some of its text is here."""
     await talk.until(30)
     async with asyncio.timeout(PATIENCE_S):
@@ -132,7 +133,7 @@ async def begun(talk: Talk, engines: dict[str, EngineProcess]) -> tuple[str, str
 
 
 async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_source_die(
-    pool: tuple[dict[str, EngineProcess], Site], monkeypatch: pytest.MonkeyPatch
+    pool: tuple[dict[str, PacedEngine], Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "TAKE_UP_S", 0.0)  # no worker runs here
     engines, site = pool
@@ -140,13 +141,14 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
     await Talk(site, "river").run(20, **{"X-Hydra-Force-Engine": "cpu-1"})
     talk = Talk(site, "river")
     running = asyncio.ensure_future(talk.run(**{"X-Hydra-Force-Engine": "cpu-0"}))
-    session, home, away = await begun(talk, engines)
-    held = {holder.endpoint.name for holder in (await lifecycle.inspected(None, session)).holders}
-    assert (home, held) == ("cpu-0", set(engines))
-    assert not (await lifecycle.migrate(None, session, home)).moves
-    view = await lifecycle.migrate(None, session, away)
-    assert not running.done()
-    engines[home].process.kill()
+    with engines["cpu-0"].slowed(), engines["cpu-1"].slowed():
+        session, home, away = await begun(talk, engines)
+        held = {holder.endpoint.name for holder in (await lifecycle.inspected(None, session)).holders}
+        assert (home, held) == ("cpu-0", set(engines))
+        assert not (await lifecycle.migrate(None, session, home)).moves
+        view = await lifecycle.migrate(None, session, away)
+        assert not running.done()
+        engines[home].process.kill()
     await running
     (move,) = view.moves
     assert (move.state, move.kind, move.source, move.target) == ("committed", "live", home, away), move.reason
@@ -170,7 +172,7 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
 
 @pytest.mark.soak
 async def test_a_drain_says_what_would_move_and_then_moves_it(
-    pool: tuple[dict[str, EngineProcess], Site], monkeypatch: pytest.MonkeyPatch
+    pool: tuple[dict[str, PacedEngine], Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "TAKE_UP_S", 0.0)
     engines, site = pool
@@ -178,12 +180,13 @@ async def test_a_drain_says_what_would_move_and_then_moves_it(
     await Talk(site, "idle", "stone").run(20, **force)
     talk = Talk(site, "running")
     running = asyncio.ensure_future(talk.run(**force))
-    await begun(talk, engines)
     said = StringIO()
     command = functools.partial(call_command, "drain", "cpu-0", stdout=said)
-    await in_db(command)
-    assert said.getvalue().count("→ cpu-1  about") == 2
-    await in_db(functools.partial(command, go=True))
+    with engines["cpu-0"].slowed():
+        await begun(talk, engines)
+        await in_db(command)
+        assert said.getvalue().count("→ cpu-1  about") == 2
+        await in_db(functools.partial(command, go=True))
     assert said.getvalue().count("→ cpu-1  moved: ") == 2
     assert [one.name for one in await in_db(serving_engines)] == ["cpu-1"]
     await running
@@ -312,7 +315,7 @@ def test_a_site_of_the_release_before_may_still_write_moves(
 async def test_a_source_that_says_nothing_yet_is_moving_and_one_that_is_gone_is_lost(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handoffs, "SWEEP_PATIENCE_S", 1.5)
+    monkeypatch.setattr(handoffs, "ASK_TARGET_S", 0.2)
     gone = free_port()
 
     def rows(mute: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sessions.identity import Identity, Owner
 from sessions.models import ChatSession, Turn
 from sessions.relay import ask_engine
 from sessions.turn import wait_for_writes
+from tests.engine_process import free_port
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, refusing, streaming
 from tests.synthetic_gguf import SyntheticModel
@@ -64,10 +64,8 @@ async def the_turn() -> Turn:
 
 
 async def nobody() -> int:
-    """A port where nothing listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """A port where nothing listens, nor will: not one of those that the kernel gives to whoever asks for any."""
+    return free_port()
 
 
 async def test_a_stream_passes_as_it_is_and_its_turn_is_written(pool: Any) -> None:

@@ -31,8 +31,8 @@ from tests.synthetic_gguf import SyntheticModel
 pytestmark = pytest.mark.django_db(transaction=True)
 PATIENCE_S = 120.0
 PASSES, WARM_PASSES = 8, 4
-# So many requests that a replica has places for when it is killed: some of them cannot be over by then.
-LEASED_AT_DEATH = 4
+# So many answers of a replica, and one of the other, cannot be over when it is killed.
+LONG_AT_DEATH = 3
 # Of 200 requests a pass. A site that kept what it says of each would take several times as much; an engine's allocator comes to
 # its plateau in leaps, and one that kept the requests' states would take twenty times as much.
 SITE_GROWTH_BYTES, ENGINE_GROWTH_BYTES = 1_000_000, 4_000_000
@@ -206,6 +206,15 @@ class Crowd:
             await asyncio.sleep(outcome)
         return "429 again and again"
 
+    async def ask_long(self, number: int, site: Site) -> str:
+        """One answer that is not over before the engines go on at their own speed."""
+        user = {"role": "user", "content": f"Tell all of story {number}."}
+        body = {"model": "tiny", "stream": True, "max_tokens": 1500, "ignore_eos": True, "messages": [user]}
+        try:
+            return str(await self._once(Question(CHAT, body, {}), site, goes_away=False))
+        except aiohttp.ClientError as error:
+            return f"lost: {error!r}"
+
     async def _once(self, asked: Question, site: Site, goes_away: bool) -> str | int:
         """What became of it, or the seconds after which to ask again."""
         url = f"http://127.0.0.1:{site.port}{asked.path}"
@@ -246,28 +255,34 @@ async def crowd_of(replicas: Replicas, count: int, passes: int) -> list[dict[str
             taken.append(replicas.memory_bytes())
             megabytes = {name: round(size / 1e6, 1) for name, size in taken[-1].items()}
             print(f"pass {number}: {count} requests, {outcomes.count('done')} done, 0 leases; memory MB {megabytes}")
-        await a_replica_dies(sites, Crowd(sites, http, passes), count)
+        await a_replica_dies(replicas, Crowd(sites, http, passes), count)
     return taken
 
 
-async def a_replica_dies(sites: list[Site], crowd: Crowd, count: int) -> None:
+async def a_replica_dies(replicas: Replicas, crowd: Crowd, count: int) -> None:
     """In the middle of a crowd: the other loses nothing of its own, and serves what was lost with the dead one."""
-    living, dying = sites
-    tasks = [asyncio.create_task(crowd.ask(number)) for number in range(count)]
-    # It has answered a quarter of its own, and others have places that it leased.
-    while sum(task.done() for task in tasks[1::2]) < count / 8 or await in_db(leased_by, dying) < LEASED_AT_DEATH:
-        assert not all(task.done() for task in tasks[1::2])
-        await asyncio.sleep(0.01)
-    dying.process.kill()
-    at_death = [sum(not task.done() for task in tasks[first::2]) for first in range(2)]
+    living, dying = replicas.sites
+    with replicas.pool.slowed():
+        askers = (living, *[dying] * LONG_AT_DEATH)
+        long = [asyncio.create_task(crowd.ask_long(number, site)) for number, site in enumerate(askers)]
+        async with asyncio.timeout(PATIENCE_S):
+            while [await in_db(leased_by, site) for site in (living, dying)] != [1, LONG_AT_DEATH]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            tasks = [asyncio.create_task(crowd.ask(number)) for number in range(count)]
+            # It has answered a quarter of its own.
+            while sum(task.done() for task in tasks[1::2]) < count / 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not any(task.done() for task in long)
+        dying.process.kill()
+        at_death = [sum(not task.done() for task in tasks[first::2]) for first in range(2)]
     outcomes = await asyncio.gather(*tasks)
-    assert at_death[0] > 0
+    ends = await asyncio.gather(*long)
+    assert (ends[0], {end[:5] for end in ends[1:]}) == ("done", {"lost:"})
     assert [one for one in list(enumerate(outcomes))[::2] if one[1] != wanted(one[0])] == []
     # Clients of the dead one were answered before or see their connections break; nobody is told anything wrong.
     lost = [number for number in range(1, count, 2) if outcomes[number].startswith("lost: ")]
     others = [one for one in list(enumerate(outcomes))[1::2] if one[0] not in lost and one[1] != wanted(one[0])]
     assert others == []
-    assert lost
     # What the living one leased it gave back itself; the dead one's stay until they run out.
     await no_leases_of(living)
     held = await in_db(leased_by, dying)

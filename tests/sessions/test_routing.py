@@ -23,7 +23,7 @@ from tests.sessions.routed_pool import Conversation, RoutedPool, routed_pools
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 USAGE = "prompt_tokens_details"
 LONG = 64
 WARM_TURNS, LATER_TURNS = 6, 2

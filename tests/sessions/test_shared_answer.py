@@ -21,7 +21,7 @@ from sessions import leases, relayed_request
 from sessions.identity import Identity, Owner
 from sessions.models import SlotLease
 from sessions.relayed_request import lease_desk
-from sessions.shared_answer import lease_name
+from sessions.shared_answer import lease_name, shared_answers
 from sessions.turn import wait_for_writes
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
@@ -29,6 +29,8 @@ from tests.sessions.loopback_engine import ENDING, frame, loopback_engine
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+PATIENCE_S = 30.0
 
 
 class SlowEngine:
@@ -80,7 +82,7 @@ async def ask(text: str = "Name a colour.", headers: dict[str, str] | None = Non
 
 
 async def first_asked(engine: SlowEngine) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not engine.asked:  # noqa: ASYNC110 -- the engine is asked from within the site
             await asyncio.sleep(0.01)
 
@@ -132,6 +134,9 @@ async def test_a_retry_at_another_replica_waits_for_the_first_one_to_end(
 async def test_equal_requests_without_chance_are_answered_once_and_others_each(engine: SlowEngine) -> None:
     same = [asyncio.create_task(ask(temperature=0, stream=True)) for _ in range(3)]
     await first_asked(engine)
+    async with asyncio.timeout(PATIENCE_S):
+        while [shared.readers for shared in shared_answers()._running.values()] != [3]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     engine.go_on.set()
     texts = [b"".join([part async for part in await task]) for task in same]
     assert len(set(texts)) == 1
@@ -146,7 +151,7 @@ async def test_when_all_who_share_an_answer_have_left_its_engine_is_let_go(engin
     await first_asked(engine)
     for task in tasks:
         task.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not engine.left:  # noqa: ASYNC110 -- the engine notices within the site
             await asyncio.sleep(0.01)
 

@@ -16,12 +16,13 @@ import pytest
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
 from tests.engine_process import EngineProcess, free_port
+from tests.paced_engine import PacedEngine
 from tests.synthetic_gguf import SyntheticModel
 
 SECRET = "a secret of the tests, long enough"
 TENANT = "ab" * 16
 PATH = "/v1/chat/completions"
-Pair = tuple[EngineProcess, EngineProcess]
+Pair = tuple[PacedEngine, PacedEngine]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,9 @@ def pair(
         yield make
 
 
-def engine_of(folder: Path, model: SyntheticModel, **settings: Any) -> EngineProcess:
+def engine_of(folder: Path, model: SyntheticModel, **settings: Any) -> PacedEngine:
     values = {"slots": 2, "context_tokens": 4096, "checkpoint_min_tokens": 16, "kv_block_tokens": 64, **settings}
-    return EngineProcess(folder, model.path, rpc_port=free_port(), rpc_secret=SECRET, **values)
+    return PacedEngine(folder, model.path, rpc_port=free_port(), rpc_secret=SECRET, **values)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Mailbox, Piece
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.sampler import SamplingParams
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 GREEDY = SamplingParams(temperature=0)
@@ -31,7 +32,7 @@ async def running(model: SyntheticModel, **settings: Any) -> AsyncIterator[Engin
     config = EngineConfig(model_path=str(model.path), model_name="tiny", **{**values, **settings})
     core = EngineCore(config, 1, asyncio.get_running_loop(), EngineMetrics())
     core.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while core.state == "loading":
             await core.changed.wait()
             core.changed.clear()
@@ -185,11 +186,12 @@ async def test_a_cancelled_generation_frees_its_slot_and_says_nothing_more(
     model = tiny_model("llama", tie_free=True)
     async with running(model, slots=1, queue_limit=2) as core:
         running_one, waiting_one = generation(prompt_of(model, 10), 400), generation(prompt_of(model, 10), 400)
-        core.submit(running_one)
-        await running_one.mailbox.take(10)
-        core.submit(waiting_one)
-        core.cancel(waiting_one)
-        core.cancel(running_one)
+        with slow_steps():
+            core.submit(running_one)
+            await running_one.mailbox.take(10)
+            core.submit(waiting_one)
+            core.cancel(waiting_one)
+            core.cancel(running_one)
         after = await run(core, prompt_of(model, 12))
         assert after.tokens[12:] == model.follow(10, 20)
         assert await waiting_one.mailbox.take(0.05) == []
@@ -202,12 +204,13 @@ async def test_the_waiting_line_is_bounded_and_served_in_order(tiny_model: Calla
     model = tiny_model("llama", tie_free=True)
     async with running(model, slots=1, queue_limit=1) as core:
         first = generation(prompt_of(model, 10), 300)
-        core.submit(first)
-        await first.mailbox.take(10)
-        second = generation(prompt_of(model, 11), 10)
-        core.submit(second)
-        with pytest.raises(QueueFull) as full:
-            core.submit(generation(prompt_of(model, 12)))
+        with slow_steps():
+            core.submit(first)
+            await first.mailbox.take(10)
+            second = generation(prompt_of(model, 11), 10)
+            core.submit(second)
+            with pytest.raises(QueueFull) as full:
+                core.submit(generation(prompt_of(model, 12)))
         assert (full.value.http_status, full.value.retry_after_s) == (429, 2)
         assert (await finished(first)).finish_reason == "length"
         assert (await finished(second)).finish_reason == "length"
@@ -219,12 +222,13 @@ async def test_a_deadline_ends_who_waits_and_who_runs(tiny_model: Callable[..., 
         soon = time.monotonic() + 0.02
         runs = generation(prompt_of(model, 400), 100, deadline_at=soon)
         waits = generation(prompt_of(model, 10), deadline_at=soon)
-        core.submit(runs)
-        core.submit(waits)
-        for work in (runs, waits):
-            error = (await finished(work)).error
-            assert isinstance(error, DeadlineExceeded)
-            assert error.http_status == 504
+        with slow_steps():
+            core.submit(runs)
+            core.submit(waits)
+            for work in (runs, waits):
+                error = (await finished(work)).error
+                assert isinstance(error, DeadlineExceeded)
+                assert error.http_status == 504
 
 
 async def test_a_long_prompt_does_not_hold_up_others(tiny_model: Callable[..., SyntheticModel]) -> None:

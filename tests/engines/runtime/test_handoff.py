@@ -40,10 +40,11 @@ async def test_a_stream_that_moves_twice_is_the_one_that_stayed(
     request = body(count=2000)
     moving = Follower(web, session, request, "r1")
     reading = asyncio.ensure_future(moving.read(home, {1: away, 2: home}))
-    await moving.until(40)
-    first = await asked_to_move(session, home, away, 1)
-    await moving.until(len(moving.events) + 40)
-    second = await asked_to_move(session, away, home, 2)
+    with home.slowed(), away.slowed():
+        await moving.until(40)
+        first = await asked_to_move(session, home, away, 1)
+        await moving.until(len(moving.events) + 40)
+        second = await asked_to_move(session, away, home, 2)
     await reading
     alone = await stayed(web, away, {**request, "cache_prompt": False})
     assert moving.moves == [name_of(session, 1), name_of(session, 2)]
@@ -133,7 +134,8 @@ async def test_a_conversation_that_moves_inside_and_between_all_turns_answers_th
         request = body(messages=messages, count=1000 if is_free else 1200, ignore_eos=is_free, **fields)
         moving = Follower(web, session, request, f"t{turn}")
         reading = asyncio.ensure_future(moving.read(here, {2 * turn + 1: there}))
-        live = await asked_to_move(session, here, there, 2 * turn + 1, f"t{turn}")
+        with here.slowed():
+            live = await asked_to_move(session, here, there, 2 * turn + 1, f"t{turn}")
         await reading
         alone = await stayed(web, here, {**request, "cache_prompt": False})
         assert (said(moving), moving.finish_reasons) == (said(alone), alone.finish_reasons)
@@ -156,8 +158,9 @@ async def test_a_named_request_leaves_while_its_prompt_is_computed(
     moving = Follower(web, session, request, "p1")
     asking = asyncio.ensure_future(asked_to_move(session, home, away, 1, "p1"))
     await asyncio.sleep(0.05)
-    await moving.read(home, {1: away})
-    moved = await asking
+    with home.slowed():
+        await moving.read(home, {1: away})
+        moved = await asking
     alone = await stayed(web, home, {**request, "cache_prompt": False})
     assert (moving.text, moving.finish_reasons) == (alone.text, alone.finish_reasons)
     assert (moved.kind, moved.request_id, moved.way) == ("live", "p1", "shelf")
@@ -201,12 +204,13 @@ async def test_who_cannot_be_followed_stays_and_old_numbers_are_refused(
     with pytest.raises(RpcRefused, match="holds nothing"):
         await asked_to_move(session, home, away, 1)
     unfollowed = headers(session, "n", **{"X-Hydra-Follows": "0"})
-    async with web.post(home.base_url + PATH, json=body(count=1000), headers=unfollowed) as response:
+    with home.slowed():
+        response = await web.post(home.base_url + PATH, json=body(count=1000), headers=unfollowed)
         await response.content.readuntil(b"content")
         with pytest.raises(RpcRefused) as refused:
             await asked_to_move(session, home, away, 2)
         assert refused.value.peer_code == "generation_stays"
-        await response.read()
+    await response.read()
     assert (await asked_to_move(session, home, away, 3)).kind == "idle"
     # The same number tells what came of it, an older one is nobody's any more.
     assert (await asked_to_move(session, home, away, 3)).kind == "idle"

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Generator
+from collections.abc import AsyncIterable, Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,17 @@ from tests.engines.runtime.test_handoff_owner import HANDOFF, HeldAnswers, Reade
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.engines.runtime.test_state_follow import FENCE, SETTINGS, begun, endless, idle, rest_of, stopped
 from tests.engines.runtime.test_state_follow import followed as blocks_sent
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 DRAFTS: dict[str, Any] = {"slots": 2, "context_tokens": 4096, "speculation": "mtp", "draft_tokens": 3}
+
+
+@pytest.fixture
+def slowly() -> Iterator[None]:
+    """No answer ends before its test ends it."""
+    with slow_steps():
+        yield
 
 
 @dataclass
@@ -96,7 +104,7 @@ def leaving_to(target: Target, core: EngineCore, desk: StateDesk) -> tuple[Leavi
 
 @pytest.mark.parametrize(("on_shelf", "reads"), [(True, 2), (False, 3)])
 async def test_a_refused_rest_leaves_the_arena_as_it_was(
-    tiny_model: Callable[..., SyntheticModel], *, on_shelf: bool, reads: int
+    tiny_model: Callable[..., SyntheticModel], slowly: None, *, on_shelf: bool, reads: int
 ) -> None:
     """Also while the move is remembered, whose number may be asked for again."""
     model = tiny_model("qwen35", tie_free=True, nextn=True)
@@ -123,7 +131,7 @@ async def test_a_refused_rest_leaves_the_arena_as_it_was(
 
 
 async def test_a_target_of_another_version_is_told_from_the_start(
-    tiny_model: Callable[..., SyntheticModel],
+    tiny_model: Callable[..., SyntheticModel], slowly: None
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with desk_of(model, slots=2, context_tokens=4096) as (core, desk):
@@ -149,7 +157,7 @@ async def test_a_target_of_another_version_is_told_from_the_start(
 
 @pytest.mark.parametrize("goes_on", [True, False])
 async def test_a_target_that_took_all_and_does_not_go_on_is_asked(
-    tiny_model: Callable[..., SyntheticModel], *, goes_on: bool
+    tiny_model: Callable[..., SyntheticModel], slowly: None, *, goes_on: bool
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with desk_of(model, slots=2, context_tokens=4096) as (core, desk):
@@ -176,7 +184,7 @@ async def test_a_source_that_stops_before_its_commit_leaves_the_answer_to_the_ta
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     held = HeldAnswers()
-    with engine_of(tmp_path, model) as target:
+    with engine_of(tmp_path, model) as target, target.slowed():
         async with desk_of(model, slots=2, context_tokens=4096) as (core, desk), held.before(target):
             work = followed(core, model)
             core.submit(work)
@@ -184,8 +192,9 @@ async def test_a_source_that_stops_before_its_commit_leaves_the_answer_to_the_ta
             await until(lambda: work.new_tokens > 20)
             leaving = LeavingHandoffs(core, desk)
             body = HandoffBody(HANDOFF, 1, "s", "127.0.0.1", held.port, SECRET, 30.0)
-            moving = asyncio.create_task(leaving.move(body))
-            await goes_on_at(target)
+            with slow_steps():
+                moving = asyncio.create_task(leaving.move(body))
+                await goes_on_at(target)
             core.stop()
             await asyncio.to_thread(core.join, 10)
             held.released.set()
@@ -218,13 +227,14 @@ async def test_of_choices_that_go_on_together_none_does_where_one_cannot(
         works, terms, theirs = [endless(home, model) for _ in range(2)], await desk.terms(), await other.terms()
         arrived: list[tuple[Adopting, Manifest]] = []
         for index, work in enumerate(works):
-            await begun(home, work, 110)
-            async with Leaving(home, terms, work, FENCE) as leaving:
-                arriving = await adopting(theirs, away, index, 400)
-                await blocks_sent(leaving, arriving, work)
-                manifest = await stopped(leaving)
-                await rest_of(leaving, arriving, manifest)
-                arrived.append((arriving, manifest))
+            with slow_steps():
+                await begun(home, work, 110)
+                async with Leaving(home, terms, work, FENCE) as leaving:
+                    arriving = await adopting(theirs, away, index, 400)
+                    await blocks_sent(leaving, arriving, work)
+                    manifest = await stopped(leaving)
+                    await rest_of(leaving, arriving, manifest)
+                    arrived.append((arriving, manifest))
 
         def lose_some(cache: PrefixCache) -> Generator[None, None, None]:
             yield from ()
@@ -253,24 +263,25 @@ async def test_who_gives_a_move_up_while_it_begins_leaves_the_slot_to_the_genera
     model = tiny_model("llama")
     async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
         work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
-        await begun(home, work, 110)
-        async with Leaving(home, terms, work, FENCE) as leaving:
-            arriving = await adopting(theirs, away, 0, 800)
-            await blocks_sent(leaving, arriving, work)
-            manifest = await stopped(leaving)
-            await rest_of(leaving, arriving, manifest)
+        with slow_steps():
+            await begun(home, work, 110)
+            async with Leaving(home, terms, work, FENCE) as leaving:
+                arriving = await adopting(theirs, away, 0, 800)
+                await blocks_sent(leaving, arriving, work)
+                manifest = await stopped(leaving)
+                await rest_of(leaving, arriving, manifest)
         begins, given_up = threading.Event(), threading.Event()
         look = arriving._require_whole
 
-        def slowly() -> None:
+        def held_up() -> None:
             look()
             begins.set()
-            given_up.wait(10)
+            given_up.wait(60)
 
-        monkeypatch.setattr(arriving, "_require_whole", slowly)
+        monkeypatch.setattr(arriving, "_require_whole", held_up)
         moved = resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60)
         beginning = asyncio.create_task(begin_together([(arriving, manifest)], [moved]))
-        await asyncio.to_thread(begins.wait, 10)
+        assert await asyncio.to_thread(begins.wait, 60)
         leaves = asyncio.create_task(arriving.__aexit__(None, None, None))
         await asyncio.sleep(0.02)
         given_up.set()
@@ -283,9 +294,9 @@ async def test_who_gives_a_move_up_while_it_begins_leaves_the_slot_to_the_genera
 
 
 async def test_a_move_that_is_broken_off_while_its_generation_is_made_leaves_no_sampler(
-    tiny_model: Callable[..., SyntheticModel], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., SyntheticModel], monkeypatch: pytest.MonkeyPatch, slowly: None
 ) -> None:
-    model, free, changed = tiny_model("llama"), threading.Event(), list[str]()
+    model, free, changed, taken = tiny_model("llama"), threading.Event(), list[str](), list[int]()
     made, close = Sampler.__init__, Sampler.close
 
     def note_made(sampler: Sampler, *args: Any) -> None:
@@ -296,6 +307,10 @@ async def test_a_move_that_is_broken_off_while_its_generation_is_made_leaves_no_
         close(sampler)
         changed.append("closed")
 
+    def take_a_thread() -> None:
+        taken.append(1)
+        free.wait(60)
+
     async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
         work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
         await begun(home, work, 110)
@@ -305,13 +320,14 @@ async def test_a_move_that_is_broken_off_while_its_generation_is_made_leaves_no_
             await rest_of(leaving, arriving, manifest)
             monkeypatch.setattr(Sampler, "__init__", note_made)
             monkeypatch.setattr(Sampler, "close", note_closed)
-            threads = [theirs.dock.in_thread(free.wait, 10) for _ in range(theirs.dock._threads._max_workers)]
-            held = asyncio.gather(*threads)
+            pool = theirs.dock._threads
+            held = asyncio.gather(*(theirs.dock.in_thread(take_a_thread) for _ in range(pool._max_workers)))
+            await until(lambda: len(taken) == pool._max_workers)
             preparation = Preparation(away.config, away)
             going = asyncio.create_task(
                 gone_on([(arriving, manifest)], preparation, theirs.dock, time.monotonic() + 60)
             )
-            await asyncio.sleep(0.05)
+            await until(lambda: pool._work_queue.qsize() > 0)
             going.cancel()
             await asyncio.sleep(0.02)
             free.set()

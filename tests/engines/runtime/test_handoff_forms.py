@@ -39,7 +39,8 @@ async def test_constrained_answers_and_calls_move_whole(
         moving = Follower(web, session, request, f"c{fence}")
         reading = asyncio.ensure_future(moving.read(home, {fence: away}))
         # Calls are held back, so what is seen of them tells little.
-        await asked_to_move(session, home, away, fence, f"c{fence}")
+        with home.slowed():
+            await asked_to_move(session, home, away, fence, f"c{fence}")
         await reading
         alone = await stayed(web, home, {**request, "cache_prompt": False})
         assert moving.moves
@@ -57,8 +58,9 @@ async def test_an_answer_in_one_piece_and_other_dialects_move(
             return response.status, await response.json()
 
     asking = asyncio.ensure_future(ask(home, PATH))
-    await asyncio.to_thread(until_it_runs, home)
-    await asked_to_move(session, home, away, 1)
+    with home.slowed():
+        await asyncio.to_thread(until_it_runs, home)
+        await asked_to_move(session, home, away, 1)
     status, told = await asking
     assert (status, told["error"]["code"], told["error"]["param"]) == (409, "generation_moved", name_of(session, 1))
     status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": PATH})
@@ -70,8 +72,9 @@ async def test_an_answer_in_one_piece_and_other_dialects_move(
     completion = {"prompt": "A river. " * 30, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
     moving = Follower(web, session, completion, "k", "/v1/completions")
     reading = asyncio.ensure_future(moving.read(home, {2: away}))
-    await moving.until(20)
-    await asked_to_move(session, home, away, 2)
+    with home.slowed():
+        await moving.until(20)
+        await asked_to_move(session, home, away, 2)
     await reading
     assert moving.moves == [name_of(session, 2)]
     assert moving.text == (await stayed(web, home, completion, "/v1/completions")).text
@@ -111,10 +114,11 @@ async def test_all_choices_of_a_request_move_together_and_so_do_log_probabilitie
     request = body(count=900, n=2, logprobs=True, top_logprobs=2)
     moving = Follower(web, session, request, "c")
     reading = asyncio.ensure_future(moving.read(home, {1: away, 2: home}))
-    await moving.until(30)
-    first = await asked_to_move(session, home, away, 1)
-    await moving.until(len(moving.events) + 30)
-    await asked_to_move(session, away, home, 2)
+    with home.slowed(), away.slowed():
+        await moving.until(30)
+        first = await asked_to_move(session, home, away, 1)
+        await moving.until(len(moving.events) + 30)
+        await asked_to_move(session, away, home, 2)
     await reading
     alone = await stayed(web, away, {**request, "cache_prompt": False})
     assert moving.moves == [name_of(session, 1), name_of(session, 2)]
@@ -158,8 +162,9 @@ async def test_choices_that_wait_for_a_slot_are_waited_for(
     request = body(count=1200, n=3)
     moving = Follower(web, session, request, "w")
     reading = asyncio.ensure_future(moving.read(home, {1: away}))
-    await moving.until(30)
-    await asked_to_move(session, home, away, 1)
+    with home.slowed():
+        await moving.until(30)
+        await asked_to_move(session, home, away, 1)
     await reading
     assert moving.moves
     assert_alike(choices_of(moving), choices_of(await stayed(web, home, {**request, "cache_prompt": False})))
@@ -178,8 +183,9 @@ async def test_several_choices_in_one_piece_move_with_their_log_probabilities(
             return response.status, await response.json()
 
     asking = asyncio.ensure_future(ask(home, PATH))
-    await asyncio.to_thread(until_it_runs, home)
-    await asked_to_move(session, home, away, 1)
+    with home.slowed():
+        await asyncio.to_thread(until_it_runs, home)
+        await asked_to_move(session, home, away, 1)
     assert (await asking)[1]["error"]["code"] == "generation_moved"
     status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": PATH})
     assert status == 200

@@ -27,6 +27,7 @@ from tests.engine_process import EngineProcess
 from tests.engines.runtime.handoff_pair import SECRET, TENANT, Follower, body, engine_of, name_of, stayed
 from tests.engines.runtime.test_core import generation, prompt_of, run
 from tests.engines.runtime.test_state_desk import desk_of
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 HANDOFF, COUNT = "h1", 1500
@@ -126,26 +127,27 @@ async def test_a_stop_that_takes_long_has_one_owner_in_the_end(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_told: bool
 ) -> None:
     """The target goes on, and its answers are held back: longer than a stop lasts, or longer than anybody asks."""
-    monkeypatch.setattr(state_follow, "STOP_LIMIT_S", 0.6)
-    monkeypatch.setattr(handoff_live, "REST_LIMIT_S", 0.4)
+    monkeypatch.setattr(state_follow, "STOP_LIMIT_S", 1.5)
+    monkeypatch.setattr(handoff_live, "REST_LIMIT_S", 1.0)
     monkeypatch.setattr(handoff_live, "UNHEARD_S", 60.0 if is_told else 0.5)
     monkeypatch.setattr(handoff_live, "ASK_PATIENCE_S", 0.4)
     model = tiny_model("llama", tie_free=True)
     held = HeldAnswers()
-    with engine_of(tmp_path, model) as target:
+    with engine_of(tmp_path, model) as target, target.slowed():
         async with desk_of(model, slots=2, context_tokens=4096) as (core, desk), held.before(target):
             work = followed(core, model)
             core.submit(work)
             reader = Reader(work)
-            await until(lambda: work.new_tokens > 20)
             leaving = LeavingHandoffs(core, desk)
-            moving = asyncio.create_task(
-                leaving.move(HandoffBody(HANDOFF, 1, "s", "127.0.0.1", held.port, SECRET, 30.0))
-            )
-            await held.is_holding.wait()
+            with slow_steps():
+                await until(lambda: work.new_tokens > 20)
+                moving = asyncio.create_task(
+                    leaving.move(HandoffBody(HANDOFF, 1, "s", "127.0.0.1", held.port, SECRET, 30.0))
+                )
+                await held.is_holding.wait()
             stopped_tokens = work.new_tokens
             if is_told:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(2.0)
                 assert work.new_tokens == stopped_tokens
                 held.released.set()
                 answer = await moving
@@ -178,10 +180,11 @@ async def test_who_arrives_goes_on_in_its_own_slot_whoever_waits_for_one(
         moving, held = Follower(web, session, request, "p1"), HeldAnswers(holds_manifest=True)
         async with held.before(away), HandoffClient("127.0.0.1", home.config.rpc_port, secret=SECRET) as client:
             reading = asyncio.ensure_future(moving.read(home, {1: away}))
-            await moving.until(20)
-            move = HandoffBody(name_of(session, 1), 1, session, "127.0.0.1", held.port, SECRET, 30.0)
-            asking = asyncio.ensure_future(client.handoff(move))
-            await held.is_holding.wait()
+            with home.slowed():
+                await moving.until(20)
+                move = HandoffBody(name_of(session, 1), 1, session, "127.0.0.1", held.port, SECRET, 30.0)
+                asking = asyncio.ensure_future(client.handoff(move))
+                await held.is_holding.wait()
             # It waits for the one slot, and fills the line.
             other = asyncio.ensure_future(stayed(web, away, body("Else. " * 8, count=40)))
             await until(lambda: figure(away, "llamacpp:requests_deferred") == 1)

@@ -29,9 +29,10 @@ async def test_a_history_without_the_answers_reasoning_finds_its_prompt_where_it
     request = body("Stones lie in the river, and nobody counts them all. " * 20, count=700)
     moving = Follower(web, session, request, "r1")
     reading = asyncio.ensure_future(moving.read(home, {1: away}))
-    if not named:
-        await moving.until(40)
-    moved = await asked_to_move(session, home, away, 1, "r1" if named else "")
+    with home.slowed():
+        if not named:
+            await moving.until(40)
+        moved = await asked_to_move(session, home, away, 1, "r1" if named else "")
     await reading
     assert moving.moves
     assert moved.sent_bytes + moved.skipped_bytes == moved.total_bytes

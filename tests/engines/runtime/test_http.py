@@ -214,7 +214,7 @@ def test_clients_that_vanish_leave_no_slot_behind(tiny: EngineProcess) -> None:
     before = _outcomes(tiny).get("cancelled", 0)
     sockets = []
     for _ in range(3):  # two run, one waits
-        connection = socket.create_connection(("127.0.0.1", tiny.config.port), timeout=10)
+        connection = socket.create_connection(("127.0.0.1", tiny.config.port), timeout=30)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
@@ -225,7 +225,7 @@ def test_clients_that_vanish_leave_no_slot_behind(tiny: EngineProcess) -> None:
     for connection in sockets:
         connection.close()
     tiny.wait_idle()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _outcomes(tiny).get("cancelled", 0) < before + 3:
         assert time.monotonic() < deadline, _outcomes(tiny)
         time.sleep(0.05)
@@ -234,10 +234,10 @@ def test_clients_that_vanish_leave_no_slot_behind(tiny: EngineProcess) -> None:
 
 def test_a_client_that_waits_for_the_whole_answer_and_vanishes_is_noticed(tiny: EngineProcess) -> None:
     body = json.dumps({"messages": HELLO, "max_tokens": 4000, "temperature": 0}).encode()
-    connection = socket.create_connection(("127.0.0.1", tiny.config.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", tiny.config.port), timeout=30)
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not any(slot["is_processing"] for slot in tiny.get("/slots")):
         assert time.monotonic() < deadline
         time.sleep(0.01)

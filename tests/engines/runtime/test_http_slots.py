@@ -14,6 +14,7 @@ import pytest
 
 from tests.engine_client import Answer, post
 from tests.engine_process import EngineProcess
+from tests.paced_engine import PacedEngine
 from tests.synthetic_gguf import SyntheticModel
 
 STORY = "Once upon a time there was a slot. " * 12
@@ -27,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(
     tie_free_model: SyntheticModel, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineProcess]:
+) -> Iterator[PacedEngine]:
     # One slot and no second tier, so that what a request finds can only come from the slot.
     settings: dict[str, Any] = {"slots": 1, "host_cache_bytes": 0, "slot_save_path": str(folder)}
-    with EngineProcess(tmp_path_factory.mktemp("engine"), tie_free_model.path, **settings) as running:
+    with PacedEngine(tmp_path_factory.mktemp("engine"), tie_free_model.path, **settings) as running:
         yield running
 
 
@@ -118,12 +119,12 @@ def test_what_is_not_there_is_not_found(engine: EngineProcess, folder: Path) -> 
     assert act(engine, "save", "a").value["error"]["code"] == "slot_empty"
 
 
-def test_a_busy_slot_is_left_alone(engine: EngineProcess) -> None:
+def test_a_busy_slot_is_left_alone(engine: PacedEngine) -> None:
     body = json.dumps({"prompt": "go\n", "max_tokens": 1000, "temperature": 0, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", engine.config.port), timeout=20) as running:
+    with engine.slowed(), socket.create_connection(("127.0.0.1", engine.config.port), timeout=20) as running:
         running.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
         running.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not engine.get("/slots")[0]["is_processing"]:
             assert time.monotonic() < deadline
         answers = [act(engine, action, "busy.bin") for action in ("erase", "save", "restore")]

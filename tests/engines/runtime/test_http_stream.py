@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
@@ -20,7 +21,7 @@ from engines.runtime.messages_answer import MessagesAnswer
 from engines.runtime.sampler import SamplingParams
 from tests.engine_client import events
 
-PING_S = 0.05
+PING_S, PATIENCE_S = 0.05, 20.0
 STATS = Stats(3, 1, 2, 0.0, 0.1, 0.2)
 
 
@@ -40,13 +41,28 @@ async def served(answer: StreamedAnswer, generations: list[Generation]) -> Async
         yield client
 
 
+class Heard:
+    """What a client has read so far."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response, self.text = response, ""
+
+    async def until(self, word: str, times: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while self.text.count(word) < times:
+                self.text += (await self._response.content.readany()).decode()
+
+    async def end(self) -> str:
+        return self.text + await self._response.text()
+
+
 async def streamed(
-    answer: StreamedAnswer, generations: list[Generation], play: Callable[[], Coroutine[None, None, None]]
+    answer: StreamedAnswer, generations: list[Generation], play: Callable[[Heard], Coroutine[None, None, None]]
 ) -> str:
     async with served(answer, generations) as client:
-        response = await client.get("/")
-        await play()
-        return await response.text()
+        heard = Heard(await client.get("/"))
+        await play(heard)
+        return await heard.end()
 
 
 def completion(vocabulary: Vocabulary, choices: int) -> CompletionAnswer:
@@ -59,15 +75,14 @@ async def test_silence_is_filled_with_comments_and_choices_end_apart(tiny_vocabu
     generations = two_generations()
     mailbox = generations[0].mailbox
 
-    async def play() -> None:
+    async def play(heard: Heard) -> None:
         mailbox.put(Piece(0, "a"))
-        await asyncio.sleep(5 * PING_S)
+        await heard.until(": ping\n\n", 2)
         mailbox.put(Piece(1, "b"))
         mailbox.put(Piece(1, "", finish_reason="stop", stats=STATS))
         mailbox.put(Piece(0, "c", finish_reason="length", stats=STATS))
 
     text = await streamed(completion(tiny_vocabulary, 2), generations, play)
-    assert text.count(": ping\n\n") >= 2
     frames = [data for _, data in events(text)]
     assert frames[-1] == "[DONE]"
     assert frames[-2]["usage"]["completion_tokens"] == 4
@@ -80,16 +95,20 @@ async def test_silence_is_filled_with_comments_and_choices_end_apart(tiny_vocabu
 async def test_a_dialects_own_ping_goes_out_while_tokens_come_without_text(tiny_vocabulary: Vocabulary) -> None:
     generations = two_generations()[:1]
 
-    async def play() -> None:
-        for _ in range(10):
+    async def tokens() -> None:
+        while True:
             generations[0].mailbox.put(Piece(0, token_ids=(5,)))
             await asyncio.sleep(PING_S / 2)
+
+    async def play(heard: Heard) -> None:
+        saying = asyncio.create_task(tokens())
+        # One ping belongs to the opening.
+        await heard.until("event: ping\n", 2)
+        saying.cancel()
         generations[0].mailbox.put(Piece(0, "done", finish_reason="stop", stats=STATS))
 
     text = await streamed(MessagesAnswer("id", "tiny", tiny_vocabulary, PLAIN), generations, play)
     names = [name for name, _ in events(text)]
-    # One ping belongs to the opening.
-    assert names.count("ping") >= 2
     assert names[-1] == "message_stop"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,7 @@ async def test_a_store_that_dies_costs_a_prefill_and_is_found_again(
     model = tiny_model("qwen35moe", tie_free=True)
     async with parking_engine(model, store) as engine:
         first = await engine.ask(prompt_of(model, 300))
+        os.kill(store.process.pid, signal.SIGSTOP)  # what it was sent until it dies is never answered
         parking = asyncio.ensure_future(engine.parking.park_slot(0))
         await asyncio.sleep(0.002)
         store.kill()

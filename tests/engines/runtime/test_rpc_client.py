@@ -247,7 +247,9 @@ async def peer(*answers: bytes, then: str = "close") -> AsyncIterator[RpcClient]
 
     over = asyncio.Event()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    client = RpcClient("127.0.0.1", server.sockets[0].getsockname()[1], patience=SHORT)
+    # A busy machine must not look like a silent peer.
+    patience = SHORT if then == "silence" else Patience()
+    client = RpcClient("127.0.0.1", server.sockets[0].getsockname()[1], patience=patience)
     async with server, client:
         yield client
         over.set()

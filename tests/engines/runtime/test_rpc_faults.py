@@ -316,7 +316,7 @@ def test_a_client_that_does_not_take_its_state_is_left(
 ) -> None:
     # Deep enough that a state is larger than all that two kernels keep of it.
     model = tiny_model("llama", tie_free=True, layers=24)
-    settings: dict[str, Any] = {"slots": 1, "context_tokens": 2048, "rpc_port": free_port(), "rpc_stall_s": STALL_S}
+    settings: dict[str, Any] = {"slots": 1, "context_tokens": 2048, "rpc_port": free_port(), "rpc_stall_s": 3 * STALL_S}
     with EngineProcess(tmp_path, model.path, **settings) as engine, PlainClient(engine.config.rpc_port) as other:
         assert other.ask(0x42, payload=json.dumps({"messages": LONG}).encode()).meta["n_past"] > 600
         with PlainClient(engine.config.rpc_port) as client:

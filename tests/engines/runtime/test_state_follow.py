@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from engines.runtime.state_transfer import Delivery
 from engines.runtime.thinking_budget import ThinkingBudget
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run
 from tests.engines.runtime.test_state_desk import desk_of
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 SAMPLED = SamplingParams(temperature=1.2, top_k=30, seed=77, repeat_penalty=1.3, repeat_last_n=32)
@@ -121,7 +123,7 @@ async def gone_on(arriving: Adopting, manifest: Manifest, away: EngineCore) -> W
     ],
 )
 async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
-    tiny_model: Callable[..., SyntheticModel], architecture: str, params: SamplingParams, drafts: bool
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack, architecture: str, params: SamplingParams, drafts: bool
 ) -> None:
     model = tiny_model(architecture, **({"nextn": True, "tie_free": True} if drafts else {}))
     settings = SETTINGS | ({"speculation": "mtp", "draft_tokens": 3} if drafts else {})
@@ -133,12 +135,14 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
         fields |= {"session": "s", "tenant": "ab", "thinking_budget": budget(home) if thinks else None}
         work = endless(home, model, params, **fields)
         terms, theirs = await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
         text = await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
             assert await followed(leaving, arriving, work) >= 1
             text += await text_until(work, 135)
             await followed(leaving, arriving, work)
             manifest = Manifest.from_json((await stopped(leaving)).to_json())
+            slow.close()
             text += "".join(piece.text for piece in await work.mailbox.take(0.01))
             await rest_of(leaving, arriving, manifest)
             moved = await gone_on(arriving, manifest, away)
@@ -165,12 +169,13 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
     ("architecture", "until"), [("llama", "stop"), ("llama", "rest"), ("qwen35", "blocks"), ("qwen35", "taken")]
 )
 async def test_whatever_fails_before_the_commit_leaves_the_source_running(
-    tiny_model: Callable[..., SyntheticModel], architecture: str, until: str
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack, architecture: str, until: str
 ) -> None:
     model = tiny_model(architecture)
     async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
         alone, _ = await left_alone(home, model)
         work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
         await begun(home, work, 110)
         with pytest.raises(ConnectionError):
             async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
@@ -183,6 +188,7 @@ async def test_whatever_fails_before_the_commit_leaves_the_source_running(
                     with pytest.raises(StateError, match="granted as number 7"):
                         await commit_together([leaving], FENCE + 1)
                 raise ConnectionError
+        slow.close()
         assert (await finished(work)).finish_reason == "length"
         assert work.tokens == alone.tokens
         assert not len(away.cache.slots[0].sequence)
@@ -190,16 +196,18 @@ async def test_whatever_fails_before_the_commit_leaves_the_source_running(
 
 
 async def test_a_stop_does_not_last_and_a_late_commit_is_refused(
-    tiny_model: Callable[..., SyntheticModel], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_follow, "STOP_LIMIT_S", 0.05)
     model = tiny_model("llama")
     async with desk_of(model, **SETTINGS) as (home, desk):
         alone, _ = await left_alone(home, model)
         work, terms = endless(home, model), await desk.terms()
+        slow.enter_context(slow_steps())
         await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving:
             await stopped(leaving)
+            slow.close()
             assert (await finished(work)).finish_reason == "length"
             with pytest.raises(StateError, match="goes on here again"):
                 await commit_together([leaving], FENCE)
@@ -209,9 +217,10 @@ async def test_a_stop_does_not_last_and_a_late_commit_is_refused(
 
 
 async def test_a_cancel_or_an_end_of_the_engine_meanwhile_reaches_whoever_waits(
-    tiny_model: Callable[..., SyntheticModel],
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
 ) -> None:
     model = tiny_model("llama")
+    slow.enter_context(slow_steps())
     async with desk_of(model, **SETTINGS) as (home, desk):
         for ends in ("cancel", "stop"):
             work, terms = endless(home, model), await desk.terms()
@@ -239,17 +248,21 @@ def nothing(_cache: PrefixCache) -> Generator[None, None, None]:
     yield from ()
 
 
-async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[..., SyntheticModel]) -> None:
+async def test_pieces_of_another_beginning_are_refused(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
+) -> None:
     model = tiny_model("llama")
 
     async def attempt(desk: StateDesk, home: EngineCore, other: StateDesk, away: EngineCore, *, wrong: bool) -> None:
         work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
         await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
             async for exported in leaving.finished_blocks():
                 tokens = work.tokens[exported.piece.start : exported.piece.end]
                 await arriving.begin(delivery_of(exported), tokens[::-1] if wrong else tokens)
             manifest = await stopped(leaving)
+            slow.close()
             with pytest.raises(StateInvalid, match=r"not those that|did not come in"):
                 await arriving.complete(manifest)
                 await gone_on(arriving, manifest, away)
@@ -261,11 +274,12 @@ async def test_pieces_of_another_beginning_are_refused(tiny_model: Callable[...,
 
 
 async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
-    tiny_model: Callable[..., SyntheticModel],
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
 ) -> None:
     model = tiny_model("llama")
     async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
         work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
         await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving:
             arriving = await adopting(theirs, away, 0, 800)

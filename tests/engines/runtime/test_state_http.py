@@ -20,6 +20,7 @@ import pytest
 from engines.runtime.state_forms import STREAM_MAGIC
 from engines.runtime.state_snapshot import Manifest
 from tests.engine_process import EngineProcess
+from tests.paced_engine import PacedEngine
 from tests.synthetic_gguf import SyntheticModel
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -107,10 +108,10 @@ def test_a_state_piped_from_one_engine_into_another_goes_on_there_bit_for_bit(
 @pytest.fixture(scope="module")
 def pair(
     tiny_model: Callable[..., SyntheticModel], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+) -> Iterator[tuple[EngineProcess, PacedEngine]]:
     """Two engines of one hybrid model; slot 0 of the first holds 119 tokens."""
     folder, path = tmp_path_factory.mktemp("pair"), tiny_model("qwen35", tie_free=True).path
-    with EngineProcess(folder, path, **SETTINGS) as a, EngineProcess(folder, path, **SETTINGS) as b:
+    with EngineProcess(folder, path, **SETTINGS) as a, PacedEngine(folder, path, **SETTINGS) as b:
         complete(a, [(3 + 7 * i) % 250 for i in range(100)], 20)
         yield a, b
 
@@ -199,17 +200,18 @@ def test_a_slot_is_refused_with_the_right_status(pair: tuple[EngineProcess, Engi
     assert "hydra_engine_state_sharing 1.0" in text
 
 
-def test_a_busy_slot_is_not_touched_and_a_taken_one_runs_nothing(pair: tuple[EngineProcess, EngineProcess]) -> None:
+def test_a_busy_slot_is_not_touched_and_a_taken_one_runs_nothing(pair: tuple[EngineProcess, PacedEngine]) -> None:
     a, b = pair
     raw = get_state(a, used_slot(a))[1]
     long = threading.Thread(target=complete, args=(b, list(range(30)), 700))
-    long.start()
-    while not (busy := [slot for slot in b.get("/slots") if slot["is_processing"]]):
-        time.sleep(0.01)
-    path = f"/slots/{busy[0]['id']}/state"
-    assert error_of(call(b, "GET", path)) == (409, "slot_busy")
-    assert error_of(call(b, "PUT", path, raw)) == (409, "slot_busy")
-    assert b.get(path + "/meta")["is_processing"]
+    with b.slowed():
+        long.start()
+        while not (busy := [slot for slot in b.get("/slots") if slot["is_processing"]]):
+            time.sleep(0.01)
+        path = f"/slots/{busy[0]['id']}/state"
+        assert error_of(call(b, "GET", path)) == (409, "slot_busy")
+        assert error_of(call(b, "PUT", path, raw)) == (409, "slot_busy")
+        assert b.get(path + "/meta")["is_processing"]
     long.join()
     # A sender that stops in the middle: its slot is taken, and free and empty again when it hangs up.
     sender = http.client.HTTPConnection("127.0.0.1", b.config.port, timeout=60)

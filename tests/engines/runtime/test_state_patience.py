@@ -23,7 +23,7 @@ SMALL_BYTES = 4096
 async def test_a_reader_that_stops_reading_keeps_no_slot(
     tiny_model: Callable[..., SyntheticModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_state, "STALL_S", 0.2)
+    monkeypatch.setattr(http_state, "STALL_S", 1.0)
     model = tiny_model("llama")
     async with desk_of(model, context_tokens=2048) as (core, desk):
         await run(core, prompt_of(model, 1500), 2)
@@ -72,11 +72,11 @@ async def test_a_sender_that_is_silent_or_drips_is_given_up(
 
 
 async def test_what_the_engine_takes_its_time_for_is_not_the_senders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_import, "STALL_S", 0.1)
+    monkeypatch.setattr(state_import, "STALL_S", 0.2)
 
     async def at_once() -> AsyncIterator[bytes]:
         for _ in range(4):
             yield b"x"
 
     async for _ in with_patience(at_once()):
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.1)
