@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench", *arguments, "--threads", "1", "--logs", str(tmp_path), "--out"]
     result = subprocess.run(
-        [*command, str(tmp_path / "details.json")], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [*command, str(tmp_path / "details.json")], capture_output=True, text=True, timeout=300, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr
     line: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

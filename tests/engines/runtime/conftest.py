@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import llama_cpp
@@ -19,6 +20,13 @@ from tests.fault_table import pytest_terminal_summary
 from tests.synthetic_gguf import SyntheticModel
 
 __all__ = ["pair", "pytest_terminal_summary", "session", "web"]
+
+
+@pytest.fixture
+def slow() -> Iterator[ExitStack]:
+    """What `slow_steps()` is entered into while an answer must not end, and closed when it may."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="session")

@@ -129,7 +129,7 @@ def test_choices_have_each_their_own_place_in_the_form(endpoint_engine: EnginePr
 def test_an_error_inside_a_stream_has_the_dialects_shape(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path
 ) -> None:
-    settings = {"context_tokens": 8192, "request_deadline_s": 1.0, "slots": 4}
+    settings = {"context_tokens": 8192, "request_deadline_s": 2.5, "slots": 4}
     endless = {"stream": True, "temperature": 0, "max_tokens": 8000}
     bodies = {
         "/v1/chat/completions": {"messages": HELLO, **endless},

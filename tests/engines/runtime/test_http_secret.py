@@ -23,7 +23,7 @@ SECRET = "a secret of thirty-two characters"
 def status(url: str, secret: str | None = None, scheme: str = "Bearer") -> int:
     headers = {} if secret is None else {"Authorization": f"{scheme} {secret}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         with error:

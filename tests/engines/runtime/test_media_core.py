@@ -25,6 +25,7 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import log_probabilities
 from tests.engines.runtime.test_core import GREEDY, finished, generation, running
 from tests.engines.runtime.test_media_projector import config_of, digest, image
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 Models = Callable[..., SyntheticModel]
@@ -209,12 +210,13 @@ async def test_a_cancel_inside_an_image_leaves_nothing_of_it(tiny_model: Models,
         expected = answer(await run(core, prompt, reuse_prefix=False))
         for _ in range(4):
             work = work_of(prompt, reuse_prefix=False, wants_progress=True)
-            core.submit(work)
             done = 0
-            while done < prompt.spans.placed[0].start + 16:
-                for piece in await work.mailbox.take(5.0):
-                    done = max(done, piece.prompt_done_tokens or 0)
-            core.cancel(work)
+            with slow_steps():
+                core.submit(work)
+                while done < prompt.spans.placed[0].start + 16:
+                    for piece in await work.mailbox.take(5.0):
+                        done = max(done, piece.prompt_done_tokens or 0)
+                core.cancel(work)
             inside += done < prompt.spans.placed[-1].end
             async with asyncio.timeout(20):
                 await core.perform(until_idle)

@@ -18,6 +18,7 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_codec import StateCodec, probe
 from engines.runtime.state_layout import HEADER_BYTES, Bytes, StateLayout
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 ARCHITECTURES = ("llama", "gemma3", "qwen35", "qwen35moe")
@@ -112,16 +113,18 @@ async def test_blocks_that_leave_while_the_engine_decodes_are_those_of_a_still_o
         mover = generation(prompt_of(model, 130), 500)
         a.submit(mover, neighbour)
         live: list[tuple[int, Bytes]] = []
-        while len(live) < 4:  # 256 of its 629 tokens, each block as soon as it is there
-            await mover.mailbox.take(10)
-            begin = BLOCK * len(live)
+        with slow_steps(0.003):
+            while len(live) < 4:  # 256 of its 629 tokens, each block as soon as it is there
+                await mover.mailbox.take(10)
+                begin = BLOCK * len(live)
 
-            def next_block(cache: PrefixCache, codec: StateCodec, begin: int = begin) -> Bytes | None:
-                sequence = next(slot.sequence for slot in cache.slots if slot.generation is mover)
-                return exported_block(codec, sequence, begin, begin + BLOCK) if len(sequence) >= begin + BLOCK else None
+                def next_block(cache: PrefixCache, codec: StateCodec, begin: int = begin) -> Bytes | None:
+                    sequence = next(slot.sequence for slot in cache.slots if slot.generation is mover)
+                    is_full = len(sequence) >= begin + BLOCK
+                    return exported_block(codec, sequence, begin, begin + BLOCK) if is_full else None
 
-            block = await done(a, next_block)
-            live += [] if block is None else [(begin, block)]
+                block = await done(a, next_block)
+                live += [] if block is None else [(begin, block)]
         assert (await finished(mover)).error is None
         assert (await finished(neighbour)).error is None
         still = await done(a, lambda cache, codec: exported(codec, _holder(cache, mover.tokens[:-1])))
@@ -258,8 +261,6 @@ async def test_a_state_that_finds_no_cells_is_refused_and_the_rest_stays(
         await run(core, prompt_of(model, 120), 5)
         pieces = await done(core, lambda cache, codec: exported(codec, cache.slots[0].sequence))
         busy = generation(prompt_of(model, 200, start=4), 60)
-        core.submit(busy)
-        await busy.mailbox.take(10)
 
         def import_it(cache: PrefixCache, codec: StateCodec) -> None:
             target = next(slot.sequence for slot in cache.slots if slot.idle)
@@ -269,8 +270,11 @@ async def test_a_state_that_finds_no_cells_is_refused_and_the_rest_stays(
             finally:
                 codec.abandon(target)
 
-        with pytest.raises(NoCellsFree):
-            await done(core, import_it)
+        with slow_steps(0.05):
+            core.submit(busy)
+            await busy.mailbox.take(10)
+            with pytest.raises(NoCellsFree):
+                await done(core, import_it)
         assert (await finished(busy)).finish_reason == "length"
 
 

@@ -26,6 +26,7 @@ from engines.runtime.state_desk import RestoreTerms, StateDesk
 from engines.runtime.state_forms import STREAM_MAGIC, digest_of, stream_head
 from engines.runtime.state_snapshot import Manifest
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 PRELUDE_BYTES = 44
@@ -219,11 +220,12 @@ async def test_a_state_does_not_push_running_requests_out(tiny_model: Callable[.
         await run(core, prompt_of(model, 150), 10)
         raw = await exported(desk)
         runs = generation(prompt_of(model, 200, start=3), 60)
-        core.submit(runs)
-        await runs.mailbox.take(10)
-        idle = next(view.id for view in core.views() if not view.is_processing)
-        with pytest.raises(NoCellsFree):
-            await restored(desk, raw, slot=idle)
+        with slow_steps(0.05):
+            core.submit(runs)
+            await runs.mailbox.take(10)
+            idle = next(view.id for view in core.views() if not view.is_processing)
+            with pytest.raises(NoCellsFree):
+                await restored(desk, raw, slot=idle)
         assert (await finished(runs)).error is None
         assert runs.tokens[200:] == model.follow(10, 60)
         assert await restored(desk, raw, slot=idle) == "exact"

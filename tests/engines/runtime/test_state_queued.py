@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.engines.runtime.test_state_follow import (
     left_alone,
     text_until,
 )
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 DRAFTING: dict[str, Any] = {"slots": 2, "speculation": "mtp", "draft_tokens": 3}
@@ -164,7 +166,7 @@ async def test_a_state_that_is_adopted_is_finished_behind_its_last_copy(
 
 
 async def test_what_moves_while_it_runs_by_queued_copies_writes_what_it_would_have_written(
-    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Tiny, monkeypatch: pytest.MonkeyPatch, slow: ExitStack
 ) -> None:
     model = tiny_model("qwen35moe", nextn=True, tie_free=True)
     settings, fields = SETTINGS | DRAFTING, {"draft_min": 3}
@@ -173,6 +175,7 @@ async def test_what_moves_while_it_runs_by_queued_copies_writes_what_it_would_ha
         alone, _ = await left_alone(home, model, **fields)
         late = LateCopies(monkeypatch, home, away)
         work, terms, theirs = endless(home, model, **fields), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
         await begun(home, work, 110)
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
             async for block in leaving.finished_blocks():
@@ -183,6 +186,7 @@ async def test_what_moves_while_it_runs_by_queued_copies_writes_what_it_would_ha
                 assert cut is not None
                 await arriving.begin_cut(delivery_of(cut))
             manifest = (await stop_together([leaving]))[leaving]
+            slow.close()
             assert [piece.kind for piece in manifest.pieces][-1] == "hidden"
             await arriving.complete(manifest)
             left = [(piece, piece.data.copy()) async for piece in leaving.rest()]

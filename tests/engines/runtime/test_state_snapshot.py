@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from engines.runtime.state_snapshot import (
 )
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_codec import Pieces, done, exported, import_all, two
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 SAMPLED = SamplingParams(temperature=1.2, top_k=30, seed=77, repeat_penalty=1.3, presence_penalty=0.4, repeat_last_n=32)
@@ -51,7 +53,7 @@ def form_of(pattern: str) -> ConstraintSpec:
 )
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
 async def test_a_running_generation_goes_on_elsewhere(
-    tiny_model: Callable[..., SyntheticModel], architecture: str, params: SamplingParams, pattern: str
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack, architecture: str, params: SamplingParams, pattern: str
 ) -> None:
     """The undisturbed run is the answer; stop strings hold text back on the way, and the model writes what is no text too."""
     model = tiny_model(architecture)
@@ -66,8 +68,9 @@ async def test_a_running_generation_goes_on_elsewhere(
         a.submit(alone)
         whole = await finished(alone)
         work = generation(prompt_of(model, 60), 80, reuse_prefix=False, constraint=form(), **fields)
-        a.submit(work)
         sent = ""
+        slow.enter_context(slow_steps(0.01))
+        a.submit(work)
         while len(work.tokens) < 85:
             sent += "".join(piece.text for piece in await work.mailbox.take(10))
 
@@ -79,6 +82,7 @@ async def test_a_running_generation_goes_on_elsewhere(
             return pieces, Manifest.from_json(manifest.to_json())
 
         pieces, manifest = await done(a, take)
+        slow.close()
         sent += "".join(piece.text for piece in work.mailbox._pieces)
         assert len(manifest.all_tokens) == len(pieces.tokens) + 1
 
