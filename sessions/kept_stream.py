@@ -83,14 +83,16 @@ class KeptStream:
         self._tell()
 
     def add(self, frames: bytes) -> None:
-        """Keep whole frames, as the engine wrote them."""
+        """Keep whole frames, as the engine wrote them. Comments wake nobody: who reads has pings of his own, in silence."""
+        known = self.next_event
         for frame in frames.split(b"\n\n"):
             if frame and not frame.startswith(b":"):
                 self._events.append(frame + b"\n\n")
                 self.size_bytes += len(frame) + EVENT_OVERHEAD_BYTES
         while self.size_bytes > MAX_STREAM_BYTES and len(self._events) > 1:
             self.drop_oldest()
-        self._tell()
+        if self.next_event > known:
+            self._tell()
 
     def drop_oldest(self) -> None:
         """Make room: whoever has not read this event cannot any more."""

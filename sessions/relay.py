@@ -11,12 +11,14 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 
 from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, ModelLoading
+from engines.services import EngineEndpoint
 from sessions.choices import ChatSource, TurnState
 from sessions.dispatch import NO_WISHES, Dispatched, Wishes
 from sessions.engine_call import EngineCall
@@ -35,8 +37,11 @@ MAX_ANSWER_BYTES = 64 << 20
 # Reading the facts of more than this would hold every other stream of the process up for too long.
 READ_INLINE_BYTES = 64 << 10
 EVENT_STREAM = "text/event-stream"
-PING_S = 10.0
+# While the site waits for whoever goes on with an answer: as often as while a model is loaded.
+PING_S = 2.0
 COMMENT_PING = b": ping\n\n"
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +119,7 @@ class EngineAnswer:
         """The answer's SSE frames as the engine wrote them, always whole.
 
         Where the generation moves to another engine, or the engine is lost and another one can go on, the frames go on from
-        there, after pings; where nobody can, an error frame is the last.
+        there, after pings for as long as that takes; where nobody can, an error frame is the last.
         """
         while True:
             lost: Exception | None = None
@@ -125,8 +130,11 @@ class EngineAnswer:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 lost = error
             if not self._is_late and (self._follower.moved or (lost is not None and self._follower.expects)):
+                async with _beside(self._go_along(), f"continuation-{self.request_id}") as going_along:
+                    while not await _is_done(going_along):
+                        yield COMMENT_PING
                 try:
-                    await self._go_along()
+                    going_along.result()
                     continue
                 except EngineError as error:
                     lost = lost or error
@@ -135,15 +143,9 @@ class EngineAnswer:
             if self._is_late:
                 yield self._broken(time_up())
                 return
-            failing_over = asyncio.create_task(self._failover.go_on(), name=f"failover-{self.request_id}")
-            try:
-                while not (await asyncio.wait((failing_over,), timeout=PING_S))[0]:
+            async with _beside(self._failover.go_on(self._lost_engine), f"failover-{self.request_id}") as failing_over:
+                while not await _is_done(failing_over):
                     yield COMMENT_PING
-            except BaseException:
-                # A client that left meanwhile.
-                failing_over.cancel()
-                failing_over.add_done_callback(_let_go)
-                raise
             if failing_over.exception() is not None:
                 yield self._died(lost, failing_over.exception())
                 return
@@ -163,6 +165,10 @@ class EngineAnswer:
             if end >= 2:
                 frames, pending = pending[:end], pending[end:]
                 frames = self._journal.shown(frames)
+                if self._journal.has_gap:
+                    # What it writes leads nowhere.
+                    self._response.close()
+                    raise aiohttp.ClientPayloadError("some of the answer was lost on its move")
                 if frames:
                     yield frames
             elif len(pending) > MAX_FRAME_BYTES:
@@ -176,8 +182,15 @@ class EngineAnswer:
             arrived = await self._follower.arrived()
         self._response.close()
         self._response, self.engine = arrived.response, arrived.endpoint
-        self._journal.goes_on()
         self._request.moved_to(arrived.endpoint)
+        self._journal.goes_on(await asyncio.to_thread(self._journal.written))
+
+    @property
+    def _lost_engine(self) -> EngineEndpoint | None:
+        """Who did not do its part, where the answer is broken off. The engine that a request has moved away from did."""
+        if self._journal.has_gap:
+            return None
+        return self._follower.lost if self._follower.moved else self._request.sent.endpoint
 
     def _take(self, response: aiohttp.ClientResponse) -> None:
         """Read on at the engine that takes a lost one's place."""
@@ -247,9 +260,26 @@ class EngineAnswer:
         self._response.content.set_exception(TimeoutError("The request's time is up."))
 
 
-def _let_go(failing_over: asyncio.Task[aiohttp.ClientResponse]) -> None:
-    if not failing_over.cancelled() and failing_over.exception() is None:
-        failing_over.result().close()
+@asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, T], name: str) -> AsyncIterator[asyncio.Task[T]]:
+    """Have it done while the client is kept in touch; a client that leaves meanwhile ends it, and what it has opened."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    except BaseException:
+        task.cancel()
+        task.add_done_callback(_let_go)
+        raise
+
+
+async def _is_done(task: asyncio.Task[Any]) -> bool:
+    """Once it is, or after PING_S."""
+    return bool((await asyncio.wait((task,), timeout=PING_S))[0])
+
+
+def _let_go(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is None and task.result() is not None:
+        task.result().close()
 
 
 async def ask_engine(
