@@ -76,8 +76,12 @@ class EngineAdmin(ModelAdmin):
 
     @admin.action(permissions=["change"], description="Start")
     def start_engines(self, request: HttpRequest, chosen: QuerySet[Engine]) -> None:
-        count = sum(services.start(engine.pk) for engine in chosen)
-        self.message_user(request, f"{count} asked to start.", messages.SUCCESS)
+        refused = [engine.name for engine in chosen if not services.start(engine.pk)]
+        if len(refused) < len(chosen):
+            self.message_user(request, f"{len(chosen) - len(refused)} asked to start.", messages.SUCCESS)
+        if refused:
+            said = "not started: it, its card or its host is being emptied. Let that serve again first."
+            self.message_user(request, f"{', '.join(refused)}: {said}", messages.WARNING)
 
     @admin.action(permissions=["change"], description="Stop")
     def stop_engines(self, request: HttpRequest, chosen: QuerySet[Engine]) -> None:

@@ -12,13 +12,18 @@ from engines.models import Engine
 from pools.events import publish_on_commit
 
 
+def lock(engine_ids: Collection[int]) -> None:
+    """Nobody else writes these rows until the transaction ends. Whoever writes several takes them all at once, in this order:
+    the drains of a host and of its cards, and loads that others make way for, meet at the same engines."""
+    list(Engine.objects.filter(pk__in=engine_ids).select_for_update().order_by("pk").values_list("pk"))
+
+
 def close(engine_ids: Collection[int], held_s: float) -> int:
     """Send these engines nothing new, until they are opened or started again, and keep each up for so long; returns how many
     were open. Sites remember who takes requests for a second."""
     with transaction.atomic():
-        # All in one order before any is written: the drains of a host and of its cards close the same engines.
-        rows = Engine.objects.filter(pk__in=engine_ids).select_for_update().order_by("pk")
-        found = list(rows.values_list("pk", "takes_new"))
+        lock(engine_ids)
+        found = list(Engine.objects.filter(pk__in=engine_ids).values_list("pk", "takes_new"))
         Engine.objects.filter(pk__in=engine_ids, state__in=LIVE).update(held_until=Now() + timedelta(seconds=held_s))
         closed = [pk for pk, takes_new in found if takes_new]
         count = Engine.objects.filter(pk__in=closed, takes_new=True).update(takes_new=False)
@@ -45,8 +50,8 @@ def let_go(engine_ids: Collection[int]) -> None:
 def open_again(engine_ids: Collection[int]) -> int:
     """Have these engines take requests again; returns how many did not."""
     with transaction.atomic():
-        closed = Engine.objects.filter(pk__in=engine_ids, takes_new=False)
-        opened = list(closed.select_for_update().order_by("pk").values_list("pk", flat=True))
+        lock(engine_ids)
+        opened = list(Engine.objects.filter(pk__in=engine_ids, takes_new=False).values_list("pk", flat=True))
         count = Engine.objects.filter(pk__in=opened).update(takes_new=True, held_until=None)
         _tell(opened)
     return count

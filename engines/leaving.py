@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models.functions import Now
 
-from engines import engine_rows
+from engines import emptying, engine_rows
 from engines.choices import LIVE, SERVING, Wanted
 from engines.http_secret import http_secret
 from engines.models import Engine
@@ -43,6 +43,7 @@ def let_go(host_id: int) -> int:
     """Write the engines of a host that has left as stopped and wanted so; returns how many were changed."""
     with transaction.atomic():
         engines = list(Engine.objects.filter(host_id=host_id).values_list("pk", flat=True))
+        emptying.lock(engines)
         changed = Engine.objects.filter(pk__in=engines, wanted=Wanted.RUNNING).update(wanted=Wanted.STOPPED)
         for pk in engines:
             engine_rows.mark_stopped(pk, LIVE)

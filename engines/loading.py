@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from django.db import connection, transaction
+from django.db import transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils.text import slugify
 
-from engines import residents, services
+from engines import closed_places, emptying, residents, services
 from engines.choices import LIVE, TERMINAL, EngineState, StopReason, Wanted
 from engines.errors import ModelDoesNotFit, ModelLoading, ModelNotFound, NoEngineReady
 from engines.models import Engine
@@ -36,7 +36,6 @@ LOAD_LEASE_S = DRAIN_DEADLINE_S + 600.0
 TOUCH_EVERY_S = 5.0
 # A form that llama.cpp refused is not tried again and again.
 MISFIT_KEPT_S = 300.0
-_PLANNING_LOCK = 0x6879_6472  # one planner at a time in the whole pool: two must not count on the same bytes
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +122,12 @@ def _refuse_unwanted(wish: LoadWish) -> None:
 
 def _load(wish: LoadWish) -> LoadView:
     with transaction.atomic():
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_PLANNING_LOCK])
+        closed_places.plan_alone()
         if (coming := _coming(wish)) is not None:
             return _view(coming)
         usable = usable_devices(wish.variant_id)
         engines = residents.engines_of({device.host_id for device in usable})
-        closed = _closed_places(engines)
+        closed = _closed_by_engines(engines) | _being_emptied(usable, engines)
         devices = [device for device in usable if not closed & _places(device)]
         held = reservation.held_of(load_resource(device.device_id) for device in devices)
         busy = frozenset(device.device_id for device in devices if load_resource(device.device_id) in held)
@@ -152,7 +150,7 @@ def load_owner(engine_id: int) -> str:
     return f"load:{engine_id}"
 
 
-def _closed_places(engines: Sequence[Engine]) -> set[tuple[int, int | None]]:
+def _closed_by_engines(engines: Sequence[Engine]) -> set[tuple[int, int | None]]:
     """Host and device of engines that were told to take nothing new, as those that are being emptied: nothing is loaded beside
     them. One that a person stopped keeps its device from nobody."""
     return {
@@ -165,6 +163,20 @@ def _closed_places(engines: Sequence[Engine]) -> set[tuple[int, int | None]]:
             or engine.stop_reason in (StopReason.IDLE, StopReason.SWAP)
         )
     }
+
+
+def _being_emptied(devices: Sequence[DeviceFacts], engines: Sequence[Engine]) -> set[tuple[int, int | None]]:
+    """The same of hosts, cards and engines that are being emptied, also where none of their engines is known yet."""
+    emptied = closed_places.among(
+        {device.host_id for device in devices},
+        {device.device_id for device in devices},
+        {engine.pk for engine in engines},
+    )
+    closed = {(engine.host_id, engine.gpu_id) for engine in engines if emptied.holds(engine)}
+    for device in devices:
+        if device.host_id in emptied.hosts or device.device_id in emptied.cards:
+            closed |= _places(device)
+    return closed
 
 
 def _places(device: DeviceFacts) -> set[tuple[int, int | None]]:
@@ -239,7 +251,10 @@ def _queued_or_refused(
 
 def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadPlan) -> LoadView:
     """Write the load: the engine's row, the device's reservation, and who makes way."""
-    engine = kept or _own_row(wish, device, plan.preview)
+    own = kept or _own_row(wish, device)
+    # All in one order before any is written, as whoever closes several does.
+    emptying.lock([*plan.stops, *([own.pk] if own else [])])
+    engine = kept or _shaped_row(wish, device, own, plan.preview)
     if engine is None:
         return LoadView("queued")
     lease = reservation.reserve(
@@ -270,8 +285,15 @@ def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadP
     return LoadView("draining" if plan.stops else "starting", device.host_name, device.name)
 
 
-def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine | None:
-    """A row of our own for the load; None where somebody started the one that there is in this very moment."""
+def _own_row(wish: LoadWish, device: DeviceFacts) -> Engine | None:
+    """The row that an earlier load made there."""
+    return Engine.objects.filter(
+        variant_id=wish.variant_id, gpu_id=device.device_id, on_demand=True, takes_new=True, state__in=TERMINAL
+    ).first()
+
+
+def _shaped_row(wish: LoadWish, device: DeviceFacts, row: Engine | None, preview: Preview) -> Engine | None:
+    """`row`, or a new one, as the load needs it; None where somebody started the one that there is in this very moment."""
     form = preview.form
     values = {
         "slots": form.slots,
@@ -282,9 +304,6 @@ def _own_row(wish: LoadWish, device: DeviceFacts, preview: Preview) -> Engine | 
         "kv_type_v": form.kv_type_v,
         "checkpoints": form.checkpoints,
     }
-    row = Engine.objects.filter(
-        variant_id=wish.variant_id, gpu_id=device.device_id, on_demand=True, takes_new=True, state__in=TERMINAL
-    ).first()
     if row is None:
         place = {"host_id": device.host_id, "gpu_id": device.device_id, "variant_id": wish.variant_id}
         return Engine.objects.create(name=_free_name(wish, device), on_demand=True, **place, **values)

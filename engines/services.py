@@ -15,7 +15,7 @@ from django.db.models import F, Q
 from django.db.models.functions import Now
 from kombu.exceptions import OperationalError as BrokerError
 
-from engines import engine_rows, store_rows
+from engines import closed_places, engine_rows, store_rows
 from engines.addresses import http_url
 from engines.choices import HANDING_OVER, SERVING, TERMINAL, EngineState, StopReason, Wanted
 from engines.errors import ModelNotFound, NoEngineReady
@@ -134,17 +134,24 @@ def configure(engine: Engine, changed: list[str] | None) -> None:
 
 
 def start(engine_id: int) -> bool:
-    """Ask for the engine to run: wanted changes and its head is told; past failures are forgiven."""
-    return _command(
-        engine_id,
-        "engines.tasks.start_engine",
-        wanted=Wanted.RUNNING,
-        restarts=0,
-        stop_reason=StopReason.NONE,
-        waits_for=[],
-        takes_new=True,
-        held_until=None,
-    )
+    """Ask for the engine to run: wanted changes and its head is told; past failures are forgiven. False also where it, its card
+    or its host is being emptied: that is to serve again first."""
+    with transaction.atomic():
+        asked = _command(
+            engine_id,
+            "engines.tasks.start_engine",
+            wanted=Wanted.RUNNING,
+            restarts=0,
+            stop_reason=StopReason.NONE,
+            waits_for=[],
+            takes_new=True,
+            held_until=None,
+        )
+        # Behind the write, which holds the row: whoever closes its place waits for this, or is seen here.
+        if asked and closed_places.closed(Engine.objects.get(pk=engine_id)):
+            transaction.set_rollback(True)
+            return False
+    return asked
 
 
 def stop(engine_id: int) -> bool:

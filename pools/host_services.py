@@ -223,6 +223,11 @@ def cpu_of(host_name: str) -> tuple[int, int] | None:
     return Gpu.objects.filter(host__name=host_name, kind="cpu").values_list("host_id", "pk").first()
 
 
+def card_keys() -> dict[str, int]:
+    """Primary keys of the cards by the uuids that their drivers tell."""
+    return dict(Gpu.objects.exclude(kind="cpu").values_list("uuid", "pk"))
+
+
 def host_views() -> tuple[HostView, ...]:
     """All hosts with their devices, ordered by name. Read every second by each site, so devices are read as plain values."""
     gpus: dict[int, list[GpuView]] = {}

@@ -72,6 +72,15 @@ def reserve(resource: str, owner: str, ttl_s: float, purpose: str = "") -> Lease
     return Lease(row.pk, resource, owner)
 
 
+def keep(resource: str, owner: str, ttl_s: float, purpose: str = "") -> bool:
+    """Have `resource` until `ttl_s` seconds from now, newly or for longer than so far; False while somebody else has it."""
+    _check(resource, owner, ttl_s)
+    own = Reservation.objects.filter(resource=resource, owner=owner, expires_at__gt=Now())
+    if own.update(expires_at=Now() + timedelta(seconds=ttl_s)):
+        return True
+    return reserve(resource, owner, ttl_s, purpose) is not None
+
+
 def release(lease: Lease) -> bool:
     """Give it back. False when it had ended already, which is a normal answer."""
     deleted, _ = Reservation.objects.filter(pk=lease.id, owner=lease.owner).delete()

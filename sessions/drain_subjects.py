@@ -90,7 +90,8 @@ def named(kind: str, name: str) -> Subject:
             names[host.name] = host.id
         if kind == DrainKind.CARD:
             names |= {f"{host.name}/{gpu.kind}{gpu.index}": gpu.id for gpu in host.gpus}
-            names |= {gpu.uuid: gpu.id for gpu in host.gpus if gpu.kind != "cpu"}
+    if kind == DrainKind.CARD:
+        names |= pools.card_keys()
     if name not in names:
         known = ", ".join(sorted(names)[:SHOWN]) or "none"
         raise DrainUnknown(f"There is no {kind} {name[:63]!r}; there are: {known}.")

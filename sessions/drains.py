@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from uuid import UUID
 
 from celery import current_app
@@ -18,7 +19,7 @@ from django.db.models import F, Q, QuerySet
 from django.db.models.functions import Coalesce, Now
 from kombu.exceptions import OperationalError as BrokerError
 
-from engines import emptying
+from engines import closed_places, emptying
 from engines import services as engines
 from engines.choices import Wanted
 from pools import services as pools
@@ -117,33 +118,52 @@ def begin(subject: Subject, *, stops: bool, user_id: int | None = None, send: bo
     With `stops` its engines stop once they are done; a host then drains as a whole. Raises DrainGoesOn, and NothingToDrain for
     what has no engine and would not even be closed.
     """
+    (drain_id,) = begin_all([subject], stops=stops, user_id=user_id, send=send)
+    return drain_id
+
+
+def begin_all(subjects: Sequence[Subject], *, stops: bool, user_id: int | None = None, send: bool = False) -> list[int]:
+    """Begin all of them or none; without `send` for whoever moves them himself. Raises as `begin` does."""
+    # Everybody takes rows in one order: hosts, drains, engines; of each kind those of lower keys first.
+    ordered = sorted(subjects, key=lambda subject: (subject.kind, subject.id))
+    begun: dict[tuple[str, int], int] = {}
+    with transaction.atomic():
+        closed_places.plan_alone()
+        for subject in ordered:
+            _begin_duty(subject, stops)
+        for subject in ordered:
+            begun[subject.kind, subject.id] = _create(subject, stops, user_id)
+        emptying.lock([engine.id for subject in ordered for engine in subject.own])
+        # As they are now that nobody starts one any more.
+        now = [subject_of(subject.kind, subject.id) for subject in ordered]
+        emptying.close([engine_id for subject in now for engine_id in subject.closed_ids], HELD_S)
+        if send:
+            for drain_id in begun.values():
+                transaction.on_commit(partial(_send, drain_id), robust=True)
+    for subject in ordered:
+        logger.info("drain %d of %s %s begins", begun[subject.kind, subject.id], subject.kind, subject.name)
+    return [begun[subject.kind, subject.id] for subject in subjects]
+
+
+def _begin_duty(subject: Subject, stops: bool) -> None:
+    """Raises NothingToDrain, and DrainGoesOn for a host that drains or leaves."""
     if not subject.engines and not (stops and subject.host_id):
         raise NothingToDrain(f"No engine runs on {subject.name}.")
+    goes = stops and subject.duty == HostDuty.ACTIVE
+    if goes and not pools.change_duty(subject.host_id, HostDuty.DRAINING):
+        raise DrainGoesOn(f"{subject.name} drains or leaves already.")
+
+
+def _create(subject: Subject, stops: bool, user_id: int | None) -> int:
+    """The drain's row; nothing comes up there from now on. Raises DrainGoesOn."""
+    named_by = {"kind": subject.kind, "subject_id": subject.id, "subject": subject.name}
     try:
         with transaction.atomic():
-            drain = Drain.objects.create(
-                kind=subject.kind,
-                subject_id=subject.id,
-                subject=subject.name,
-                stops=stops,
-                begun_by_id=user_id,
-            )
-            emptying.close(subject.closed_ids, HELD_S)
-            goes = stops and subject.duty == HostDuty.ACTIVE
-            if goes and not pools.change_duty(subject.host_id, HostDuty.DRAINING):
-                raise DrainGoesOn(f"{subject.name} drains or leaves already.")
-            if send:
-                transaction.on_commit(lambda: _send(drain.pk), robust=True)
+            drain = Drain.objects.create(**named_by, stops=stops, begun_by_id=user_id)
     except IntegrityError as error:
         raise DrainGoesOn(f"{subject.name} is being drained already.") from error
-    logger.info("drain %d of %s %s begins", drain.pk, subject.kind, subject.name)
+    closed_places.close(subject.kind, subject.id, HELD_S)
     return drain.pk
-
-
-def begin_all(subjects: Sequence[Subject], *, stops: bool) -> list[int]:
-    """Begin all of them or none, for whoever moves them himself. Raises as `begin` does."""
-    with transaction.atomic():
-        return [begin(subject, stops=stops, send=False) for subject in subjects]
 
 
 def serve_again(subject: Subject) -> bool:
@@ -154,18 +174,20 @@ def serve_again(subject: Subject) -> bool:
     DrainUnknown.
     """
     with transaction.atomic():
+        active = bool(subject.host_id) and pools.change_duty(subject.host_id, HostDuty.ACTIVE)
         going_on = Drain.objects.filter(_any_of([(subject.kind, subject.id), *subject.parts]), state=DrainState.RUNNING)
-        locked = list(going_on.select_for_update().order_by("pk").values_list("pk", flat=True))
+        locked = {drain.pk: drain for drain in going_on.defer("moves").select_for_update().order_by("pk")}
         around = Drain.objects.filter(_any_of(subject.around), state=DrainState.RUNNING).first()
         if around is not None:
             raise DrainGoesOn(f"The whole {around.kind} {around.subject} is being drained: have that serve again.")
         ended = Drain.objects.filter(pk__in=locked).update(state=DrainState.ENDED, ended_at=Now(), mover=None)
+        for kind, place_id in {(subject.kind, subject.id), *((one.kind, one.subject_id) for one in locked.values())}:
+            closed_places.open_again(kind, place_id)
         own = subject_of(subject.kind, subject.id).own
         opened = emptying.open_again([engine.id for engine in own])
         for engine in own:
             if subject.kind == DrainKind.ENGINE and opened and engine.wanted == Wanted.STOPPED:
                 engines.start(engine.id)
-        active = bool(subject.host_id) and pools.change_duty(subject.host_id, HostDuty.ACTIVE)
     return bool(ended or opened or active)
 
 
@@ -305,14 +327,17 @@ def _closed(drain: Drain) -> Subject | None:
         subject = subject_of(drain.kind, drain.subject_id)
     except DrainUnknown:
         Drain.objects.filter(pk=drain.pk).update(state=DrainState.ENDED, ended_at=Now(), mover=None)
+        closed_places.open_again(drain.kind, drain.subject_id)
         logger.info("drain %d ends: %s left the pool", drain.pk, drain.subject)
         return None
+    closed_places.close(subject.kind, subject.id, HELD_S)
     emptying.close(subject.closed_ids, HELD_S)
     return subject
 
 
 def _stopped(drain: Drain) -> None:
     """Nobody holds its engines up any more, and they stop if that was asked for; a host's end by its duty, and stay wanted."""
+    closed_places.open_again(drain.kind, drain.subject_id)
     try:
         subject = subject_of(drain.kind, drain.subject_id)
     except DrainUnknown:
