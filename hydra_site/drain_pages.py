@@ -1,4 +1,5 @@
-"""Emptying an engine, a card or a host from the panel: what would move where, then the moves as they go. For the staff.
+"""Emptying an engine, a card or a host from the panel: what would move where, then the moves as they go. For those of the staff
+who may change it.
 
 Plain pages that need no script; with one, the moves are followed as they go.
 """
@@ -10,14 +11,15 @@ from typing import Any
 from asgiref.sync import async_to_sync
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
-from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import redirect, render
 from django.template.defaultfilters import filesizeformat
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from engines.errors import EngineError
+from hydra_site.drain_rights import may_drain, may_look, require
 from sessions import drains, evacuation
+from sessions.choices import DrainKind
 from sessions.drains import DrainView, Moved, Subject
 from sessions.errors import DrainUnknown
 from sessions.evacuation import PlannedMove
@@ -65,17 +67,19 @@ def preview(request: HttpRequest, kind: str, subject_id: int) -> HttpResponse:
 @login_required
 def drain(request: HttpRequest, drain_id: int) -> HttpResponse:
     """How far a drain is. With `?part` only what changes, for the page's script."""
-    _require_staff(request)
+    require(request.user.is_staff)
     try:
         view = drains.view(drain_id)
     except DrainUnknown as error:
         raise Http404 from error
+    require(may_look(request.user, view.kind))
     try:
         subject = drains.subject_of(view.kind, view.subject_id)
     except DrainUnknown:
         subject = None  # It has left the pool; what was moved is told for all that.
     template = "drain_progress.html" if "part" in request.GET else "drain.html"
-    return render(request, template, {"page": "dashboard", "subject": subject, **_progress(view)})
+    acts = may_drain(request.user, view.kind)
+    return render(request, template, {"page": "dashboard", "subject": subject, "acts": acts, **_progress(view)})
 
 
 @require_POST
@@ -96,16 +100,13 @@ def serve(request: HttpRequest, kind: str, subject_id: int) -> HttpResponse:
 
 
 def _subject(request: HttpRequest, kind: str, subject_id: int) -> Subject:
-    _require_staff(request)
+    require(request.user.is_staff)
+    if kind in DrainKind:
+        require(may_drain(request.user, kind))
     try:
         return drains.subject_of(kind, subject_id)
     except DrainUnknown as error:
         raise Http404 from error
-
-
-def _require_staff(request: HttpRequest) -> None:
-    if not request.user.is_staff:
-        raise PermissionDenied
 
 
 def _foretold(move: PlannedMove) -> dict[str, Any]:

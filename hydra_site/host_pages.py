@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
-from django.core.exceptions import PermissionDenied
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseBadRequest
 from django.shortcuts import redirect
 from django.views.decorators.http import require_POST
 
+from hydra_site.drain_rights import may_drain, require
 from pools.choices import HostDuty
 from sessions import drains
 from sessions.choices import DrainKind
@@ -20,9 +20,9 @@ _DUTIES = {"drain": HostDuty.DRAINING, "serve": HostDuty.ACTIVE}
 @require_POST
 @login_required
 def duty(request: HttpRequest, host_id: int) -> HttpResponse:
-    """Drain a host, or let it serve again: the form field `duty` says which. Its conversations and engines follow."""
-    if not request.user.is_staff:
-        raise PermissionDenied
+    """Drain a host, or let it serve again: the form field `duty` says which. Its conversations and engines follow. For those of
+    the staff who may change hosts."""
+    require(may_drain(request.user, DrainKind.HOST))
     wanted = _DUTIES.get(request.POST.get("duty", ""))
     if wanted is None:
         return HttpResponseBadRequest("duty is one of: " + ", ".join(_DUTIES))

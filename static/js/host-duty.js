@@ -21,7 +21,7 @@ export function createDrainLink() {
 export function updateDrainLink(element, kind, id, words) {
   const link = element.querySelector(`:scope > .drain-link, :scope > header > .drain-link`);
   if (link === null) return;
-  link.hidden = words === "";
+  link.hidden = words === "" || !link.dataset.kinds.split(" ").includes(kind);
   setText(link, words);
   setAttribute(link, "href", link.dataset.href.replace("/kind/0/", `/${kind}/${id}/`));
 }

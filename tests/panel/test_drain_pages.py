@@ -1,4 +1,4 @@
-"""Draining from the panel and the admin: what would move where, then the moves, for the staff only."""
+"""Draining from the panel and the admin: what would move where, then the moves, for the staff who may change such rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Permission, User
+from django.db.models.functions import Now
 from django.test import Client
 
 from engines.client import close_client_session
@@ -131,6 +132,39 @@ def test_nobody_but_the_staff(small_pool: SmallPool, admin: User, client: Client
     strict.force_login(admin)
     assert strict.post(path).status_code == 403
     assert Engine.objects.get().takes_new
+
+
+def test_who_may_change_such_rows_and_nobody_else_of_the_staff(small_pool: SmallPool, client: Client) -> None:
+    rights = {"engine": "change_engine", "card": "change_gpu", "host": "change_host"}
+    paths = {kind: f"/drain/{kind}/{getattr(small_pool, 'gpu' if kind == 'card' else kind).pk}/" for kind in rights}
+    shown = {"engine": 'data-kinds="engine ', "card": ' card"', "host": 'id="host-duty"'}
+    carol = User.objects.create_user("carol", is_staff=True)
+    client.force_login(carol)
+    for allowed, right in rights.items():
+        carol.user_permissions.set(Permission.objects.filter(codename=right))
+        begun = Drain.objects.create(kind=allowed, subject_id=1, subject="it", state="done", ended_at=Now())
+        for kind, path in paths.items():
+            expected = 200 if kind == allowed else 403
+            assert client.get(path).status_code == expected, (right, kind)
+            assert client.post(f"{path}serve/").status_code == (302 if kind == allowed else 403), (right, kind)
+            Drain.objects.update(kind=kind)
+            assert client.get(f"/drains/{begun.pk}/").status_code == expected
+            if kind != allowed:
+                assert client.post(path).status_code == 403
+        dashboard = client.get("/").content.decode()
+        assert [kind for kind, words in shown.items() if words in dashboard] == [allowed]
+        assert client.post(f"/hosts/{small_pool.host.pk}/duty/", {"duty": "serve"}).status_code == (
+            302 if allowed == "host" else 403
+        )
+    carol.user_permissions.set(Permission.objects.filter(codename="view_drain"))
+    looked = client.get(f"/drains/{begun.pk}/")
+    assert (looked.status_code, "drain-serve" in looked.content.decode()) == (200, False)
+    assert [client.get(path).status_code for path in paths.values()] == [403] * 3
+    assert client.get("/drain/planet/1/").status_code == 404
+    carol.is_staff = False
+    carol.save()
+    assert client.get(f"/drains/{begun.pk}/").status_code == 403
+    assert (Engine.objects.get().takes_new, Drain.objects.count()) == (True, 3)
 
 
 @pytest.mark.parametrize(
