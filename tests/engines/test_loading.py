@@ -25,6 +25,7 @@ from pools import device_limits, reservation
 from pools import services as pools
 from pools.models import Gpu, Model, VariantFile
 from pools.services import VariantView
+from tests.row_locks import meet
 from tests.rows import CPU, HOST, add_engine, add_model, set_ready
 from tests.synthetic_gguf import SyntheticModel
 
@@ -256,6 +257,20 @@ def wait_for_a_blocked_update() -> None:
                 return
         time.sleep(0.01)
     raise AssertionError("nobody came to load it")
+
+
+def test_a_load_and_who_empties_the_same_engines_do_not_wait_for_each_other(
+    first: VariantView, second: VariantView
+) -> None:
+    old = serving(first)
+    room_for_one(old)
+    mine = add_engine(second, name="mine")
+    Engine.objects.filter(pk=mine.pk).update(wanted="stopped", stop_reason=StopReason.SWAP)
+    # What makes way has the lower key, and is what a load writes last.
+    held, both = Engine.objects.filter(pk=old.pk), [old.pk, mine.pk]
+    closed, load = meet(held, lambda: emptying.close(both, 60.0), lambda: loading.want("second"))
+    assert (closed, load.state) == (2, "queued")
+    assert [row(pk).state for pk in both] == ["ready", "stopped"]
 
 
 def test_idle_engines_are_unloaded_after_their_models_time_unless_pinned(first: VariantView) -> None:
