@@ -24,6 +24,8 @@ from sessions.stream_journal import StreamJournal
 from sessions.stream_shelf import Shelved, StreamShelf, Taken
 
 MAX_NAME_CHARS = 256
+# All streams are weighed against their bound each time they have grown by this part of it.
+WEIGH_SHARE = 64
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class StreamDesk:
         self._tasks: dict[uuid.UUID, asyncio.Task[None]] = {}
         self._shelf = StreamShelf()
         self._taking = asyncio.Lock()
+        self._unweighed_bytes = 0
 
     async def begin(
         self,
@@ -111,6 +114,8 @@ class StreamDesk:
                 try:
                     stream = self.find(owner.scope, name)
                 except StreamUnknown:
+                    # Before the other replica gives it up: what is taken must find a place here.
+                    self._ended_to_drop(owner.scope)
                     taken = await self._shelf.take(owner.scope, name[:MAX_NAME_CHARS])
                     if taken is None:
                         raise
@@ -210,8 +215,9 @@ class StreamDesk:
             try:
                 stream.begin(answer)
                 async for frames in answer.raw():
+                    before_bytes = stream.size_bytes
                     stream.add(frames)
-                    self._make_room()
+                    self._make_room(max(0, stream.size_bytes - before_bytes))
                     if not stream.readers and time.monotonic() - stream.unread_since_s > self._bounds.unread_s:
                         logger.info("stream %s is stopped: nobody reads it", stream.request_id)
                         stream.end("stopped")
@@ -231,13 +237,24 @@ class StreamDesk:
         if error is not None:
             logger.error("stream %s broke", stream.request_id, exc_info=error)
         stream.fail(error or StreamStopped("The stream was stopped before the engine had answered."))
-        asyncio.get_running_loop().call_later(self._bounds.keep_s, self._streams.pop, stream.request_id, None)
+        asyncio.get_running_loop().call_later(self._bounds.keep_s, self._forget, stream)
+
+    def _forget(self, stream: KeptStream) -> None:
+        """Unless a later one has its id: what went to another replica may have come back."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
 
     def _named(self, scope: str, conversation_id: str) -> KeptStream | None:
         return next((stream for stream in self.of_owner(scope) if stream.conversation_id == conversation_id), None)
 
     def _admit(self, scope: str) -> None:
         """Make place for one more stream, by forgetting the oldest ended one. Raises TooManyStreams."""
+        for stream in self._ended_to_drop(scope):
+            self._streams.pop(stream.request_id, None)
+
+    def _ended_to_drop(self, scope: str) -> list[KeptStream]:
+        """Ended streams that one more would push out. Raises TooManyStreams where none has ended."""
+        found = []
         for bound, streams in (
             (self._bounds.streams_per_owner, self.of_owner(scope)),
             (self._bounds.streams, list(reversed(self._streams.values()))),
@@ -247,10 +264,16 @@ class StreamDesk:
             ended = [stream for stream in streams if stream.is_over]
             if not ended:
                 raise TooManyStreams(f"{len(streams)} resumable streams are running; that is the bound.")
-            self._streams.pop(ended[-1].request_id, None)
+            found.append(ended[-1])
+        return found
 
-    def _make_room(self) -> None:
+    def _make_room(self, added_bytes: int) -> None:
         """Keep all streams together within their bound: ended ones go first, the oldest first, then the longest loses events."""
+        # Looking at all of them for each frame of each would grow with their square.
+        self._unweighed_bytes += added_bytes
+        if self._unweighed_bytes < self._bounds.total_bytes // WEIGH_SHARE:
+            return
+        self._unweighed_bytes = 0
         while sum(stream.size_bytes for stream in self._streams.values()) > self._bounds.total_bytes:
             ended = next((stream for stream in self._streams.values() if stream.is_over), None)
             if ended is not None:

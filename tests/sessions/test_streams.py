@@ -349,6 +349,39 @@ async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engin
     await desk.close()
 
 
+async def test_a_replica_without_place_takes_no_stream_from_another(engine: PacedEngine) -> None:
+    request_id = uuid.uuid4()
+    lost = StreamShelf()
+    about = Shelved(str(request_id), request_id.hex * 2, "", CALL.dialect.path, time.time())
+    lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
+    await lost.close()
+    full, roomy = StreamDesk(StreamBounds(streams_per_owner=1)), StreamDesk()
+    running = await full.begin(CALL, ME, "")
+    with pytest.raises(TooManyStreams):
+        await full.found(ME.owner, str(request_id))
+    engine.allow(12)
+    taken = await roomy.found(ME.owner, str(request_id))
+    assert taken.request_id == request_id
+    await full.stop(running)
+    await roomy.stop(taken)
+
+
+async def test_a_stream_that_came_back_is_not_forgotten_for_the_one_that_went(engine: PacedEngine) -> None:
+    engine.allow(12)
+    desk = StreamDesk()
+    first, second = await desk.begin(CALL, ME, ""), await desk.begin(CALL, ME, "")
+    await is_over(first)
+    await is_over(second)
+    # As if the first one had gone to another replica, and came back under the name that it has there too.
+    del desk._streams[second.request_id]
+    second.request_id = first.request_id
+    desk._streams[first.request_id] = second
+    desk._forget(first)
+    assert desk._streams[first.request_id] is second
+    desk._forget(second)
+    assert desk._streams == {}
+
+
 async def test_a_taken_stream_still_ends_its_session(engine: PacedEngine) -> None:
     lost, request_id = StreamShelf(), uuid.uuid4()
     where = CALL.dialect.path
