@@ -39,7 +39,7 @@ from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_dock import LEAST_QUEUED_PIECES, Dock, to_its_end
 from engines.runtime.state_export import ExportedState, StateMeta, planned, total_bytes
-from engines.runtime.state_forms import FORMS, ChunkReader, form_of, read_stream_head
+from engines.runtime.state_forms import FORMS, ChunkReader, form_of, largest_foreign_bytes, read_stream_head
 from engines.runtime.state_identity import NO_DIGEST, StateIdentity
 from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces, received, with_patience
 from engines.runtime.state_layout import StateLayout
@@ -103,6 +103,7 @@ class StateDesk:
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
         self._arena: Arena | None = None
         self._arena_lock = asyncio.Lock()
+        self._foreign = asyncio.Lock()
         self._identity = StateIdentity(core)
 
     def begin(self) -> None:
@@ -180,23 +181,22 @@ class StateDesk:
         reader = ChunkReader(with_patience(chunks))
         begun = await reader.read(4)
         form = form_of(begun)
-        source: PieceSource
-        if form == "stream":
-            manifest = await read_stream_head(begun, reader)
-            source = StreamPieces(reader, dock)
-        else:
-            whole = await self._whole(form, begun, reader, codec.layout)
-            manifest = self._manifest_of(whole, terms.fingerprint)
-            source = WholePieces(whole, dock)
 
         async def complete() -> None:
             await reader.expect_end()
             if terms.total_bytes not in (None, reader.read_bytes):
                 raise StateInvalid(f"The state has {reader.read_bytes} bytes; {terms.total_bytes} were announced.")
 
-        match = await self._enter(
-            dock, slot_id, manifest, source, complete, erase_existing=terms.erase_existing, origin=terms.origin
-        )
+        enter = partial(self._enter, dock, slot_id, erase_existing=terms.erase_existing, origin=terms.origin)
+        if form == "stream":
+            manifest = await read_stream_head(begun, reader)
+            match = await enter(manifest, StreamPieces(reader, dock), complete)
+        else:
+            # A foreign form is put together in memory, so one at a time.
+            async with self._foreign:
+                whole = await self._whole(form, begun, reader, codec.layout)
+                manifest = self._manifest_of(whole, terms.fingerprint)
+                match = await enter(manifest, WholePieces(whole, dock), complete)
         return RestoredState(slot_id, len(manifest.tokens), reader.read_bytes, form, match)
 
     async def enter(self, slot_id: int, manifest: Manifest, source: PieceSource) -> RestoredState:
@@ -308,7 +308,9 @@ class StateDesk:
         """A foreign form, read to its end and checked. Raises StateInvalid or StateIncompatible."""
         assert self._core.llama is not None
         vocabulary = self._core.llama.vocabulary.size
-        data = await reader.read_rest(self._config.max_state_bytes, begun)
+        could_be = largest_foreign_bytes(layout, self._config.context_tokens, vocabulary)
+        most_bytes = min(self._config.max_state_bytes, could_be)
+        data = await reader.read_rest(most_bytes, begun)
         threads = asyncio.get_running_loop()
         if form == "raw":
             raw = np.frombuffer(data, dtype=np.uint8)

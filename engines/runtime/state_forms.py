@@ -13,7 +13,7 @@ import struct
 from collections.abc import AsyncIterable, Callable
 
 from engines.errors import StateInvalid
-from engines.runtime.state_layout import MAGIC
+from engines.runtime.state_layout import MAGIC, StateLayout
 from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest
 from engines.store.checksums import checksum_of as checksum_of
 from engines.store.checksums import digest_of as digest_of
@@ -23,6 +23,8 @@ STREAM_MAGIC = b"HYKV"
 STREAM_VERSION = 1
 DIGEST_BYTES = 32
 V2_VERSION = 2
+# More than its counts and lengths take.
+V2_HEADS_BYTES = 1024
 RAW_MAGIC = struct.pack("<I", MAGIC)
 _PRELUDE = struct.Struct("<4sHHI32s")
 
@@ -88,6 +90,15 @@ class ChunkReader:
             raise StateInvalid(
                 f"The state ends {missing} bytes before the end of a piece, after {self.read_bytes} bytes."
             ) from None
+
+
+def largest_foreign_bytes(layout: StateLayout, context_tokens: int, vocabulary: int) -> int:
+    """What v2 takes at most of a slot's whole context: the state, a checkpoint beside it, token ids and a row of logits; raw is
+    less."""
+    part_bytes = layout.part_bytes(context_tokens)
+    return (
+        layout.whole_bytes(context_tokens, part_bytes) + part_bytes + 4 * (context_tokens + vocabulary) + V2_HEADS_BYTES
+    )
 
 
 def stream_head(manifest: Manifest) -> bytes:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.client
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -162,6 +163,11 @@ def test_foreign_forms_come_back_as_the_same_state(pair: tuple[EngineProcess, En
     for cut in (5, 9, 100, 600, len(raw) - 1):
         assert error_of(call(b, "PUT", "/slots/1/state", raw[:cut], **fingerprint))[0] in (400, 422)
         assert held(b)[1] in (0, 119)
+    # What no state of this context could be is not read to its end, however much an engine's bound allows.
+    too_much = call(b, "PUT", "/slots/1/state", raw + bytes(8 << 20), **fingerprint)
+    assert error_of(too_much) == (400, "state_invalid")
+    bound = int(re.findall(r"the (\d+) bytes", json.loads(too_much[2])["error"]["message"])[0])
+    assert len(raw) < bound < 8 << 20
 
 
 def test_what_is_damaged_or_cut_short_empties_the_slot_and_nothing_else(
