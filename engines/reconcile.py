@@ -5,6 +5,8 @@ from enum import Enum
 
 COMMAND_EXPIRES_S = 30.0
 LOAD_DEADLINE_S = 300.0
+# On top of it: a model of 25 GB on a slow disk or over a network takes longer to be read than many take to load.
+SLOWEST_READ_BYTES_PER_S = 20e6
 # A start that never got as far as a process: its task was lost or its worker died in the middle.
 LAUNCH_DEADLINE_S = 45.0
 UNHEALTHY_DEADLINE_S = 30.0
@@ -36,7 +38,7 @@ class EngineFacts:
     """What the decision needs. Ages in seconds; `commanded_age_s` is None if no command was ever sent.
 
     `leaving_age_s` is since when its host is being emptied (None: it is not), `is_idle` that no request is known to run on it,
-    `waits_for_others` that it must not start before others have made way.
+    `waits_for_others` that it must not start before others have made way, `weights_bytes` how large its model's file is.
     """
 
     wanted: str
@@ -49,11 +51,17 @@ class EngineFacts:
     leaving_age_s: float | None = None
     is_idle: bool = False
     waits_for_others: bool = False
+    weights_bytes: int = 0
 
 
 def backoff_s(restarts: int) -> float:
     """Seconds to wait after the n-th failure in a row before the next start: none, then 2, 4, 8 … 60."""
     return 0.0 if restarts <= 1 else min(LONGEST_BACKOFF_S, 2.0 ** (restarts - 1))
+
+
+def load_deadline_s(weights_bytes: int) -> float:
+    """How long a model of that size may take from its process's start until it serves."""
+    return LOAD_DEADLINE_S + weights_bytes / SLOWEST_READ_BYTES_PER_S
 
 
 def decide(facts: EngineFacts) -> Step | None:
@@ -91,7 +99,7 @@ def _stuck(facts: EngineFacts) -> Step | None:
     if facts.state == "starting":
         if not facts.has_process:
             return Step.FAIL_LAUNCH if facts.state_age_s > LAUNCH_DEADLINE_S else None
-        return Step.FAIL_LOAD if facts.state_age_s > LOAD_DEADLINE_S else None
+        return Step.FAIL_LOAD if facts.state_age_s > load_deadline_s(facts.weights_bytes) else None
     if facts.state == "unhealthy" and facts.state_age_s > UNHEALTHY_DEADLINE_S:
         return Step.FAIL_SILENT
     return None

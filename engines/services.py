@@ -218,7 +218,7 @@ def reconcile(host_name: str | None = None, idle: frozenset[int] = frozenset()) 
     lost = set(pools.lost_host_names())
     leaving = pools.leaving_host_ages_s()
     steps = store_rows.mark_lost(sorted(lost)) if host_name is None else 0
-    engines = Engine.objects.select_related("host")
+    engines = Engine.objects.select_related("host", "variant")
     for engine in engines if host_name is None else engines.filter(host__name=host_name):
         facts = EngineFacts(
             wanted=engine.wanted,
@@ -231,6 +231,7 @@ def reconcile(host_name: str | None = None, idle: frozenset[int] = frozenset()) 
             leaving_age_s=leaving.get(engine.host.name),
             is_idle=engine.pk in idle,
             waits_for_others=bool(engine.waits_for),
+            weights_bytes=engine.variant.size_bytes,
         )
         step = decide(facts)
         if step is not None:

@@ -10,6 +10,7 @@ from engines import engine_rows, launch
 from engines.choices import LIVE, TERMINAL, EngineState, Wanted
 from engines.engine_rows import EngineTask
 from engines.process import START_TIME_TOLERANCE_S, ProcessRecord
+from engines.runtime.arena import remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ def look_at_host(host_name: str, engines_dir: Path, *, after_restart: bool = Fal
     for task in tasks:
         look_at(task, after_restart=after_restart)
     _end_strays(engines_dir, {task.directory.name for task in tasks})
+    # What a killed engine leaves in memory would stay until another one of the host makes an arena.
+    if removed := remove_abandoned():
+        logger.info("%d arenas of engines that are gone were removed", removed)
 
 
 def look_at(task: EngineTask, *, after_restart: bool = False) -> None:

@@ -102,8 +102,13 @@ class Arena:
         self.path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Held as long as the process lives; whoever can take it finds an abandoned file.
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Held as long as the process lives; whoever can take it finds an abandoned file. Who looked for such a file before
+            # this line took it for one, and has removed it by the time its lock can be had.
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if not self.path.exists():
+                os.close(self._fd)
+                self._create(folder)
+                return
             # Allocates the pages now: a full tmpfs is an error here and not a SIGBUS later.
             os.posix_fallocate(self._fd, 0, self.size_bytes)
         except OSError as error:

@@ -13,6 +13,7 @@ import pytest
 from engines import launch, services, tasks, watch
 from engines.models import Engine
 from engines.process import ProcessRecord
+from engines.runtime.arena import FOLDER, PREFIX
 from tests.rows import add_engine, add_model
 from tests.synthetic_gguf import SyntheticModel
 
@@ -77,11 +78,14 @@ def test_waiting_for_readiness_ends_when_the_engine_serves(engine: Engine) -> No
     assert row(engine).state == "ready"
 
 
-def test_an_engine_that_dies_is_failed_with_its_last_words_and_leaves_no_zombie(engine: Engine) -> None:
+def test_an_engine_that_dies_is_failed_with_its_last_words_and_leaves_no_zombie(engine: Engine, tmp_path: Path) -> None:
     running = started(engine)
     os.kill(running.pid, signal.SIGKILL)
     wait_gone(running.pid)
+    abandoned = FOLDER / f"{PREFIX}none-{tmp_path.name}"
+    abandoned.touch()
     watch.look_at_host("here", Path("/nonexistent"))
+    assert not abandoned.exists()
     failed = row(engine)
     assert (failed.state, failed.restarts, failed.pid) == ("failed", 1, None)
     assert failed.last_error.startswith("its process ended")
