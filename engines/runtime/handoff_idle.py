@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Sequence
 from dataclasses import replace
 
-from engines.errors import DeadlineExceeded
+from engines.errors import DeadlineExceeded, SlotBusy
 from engines.rpc_handoff import ADOPT_PATIENCE_S
 from engines.runtime.core import EngineCore
 from engines.runtime.errands import Work
@@ -49,9 +49,12 @@ class IdleMove:
     def __init__(self, core: EngineCore, desk: StateDesk, way: Way, terms: SharingTerms, until: float) -> None:
         self._core, self._desk, self._way, self._terms, self._until = core, desk, way, terms, until
 
-    async def run(self, body: AdoptBody, slot_id: int, *, busy: bool) -> tuple[HandoffAnswer, Work]:
-        """The conversation is at the target then; the errand frees the slot that it had. `busy`: others run here, so pieces stay
-        small. Raises as `StateDesk.export`, DeadlineExceeded, and what the target refuses with."""
+    async def run(
+        self, body: AdoptBody, slot_id: int, tokens: Sequence[int], *, busy: bool
+    ) -> tuple[HandoffAnswer, Work]:
+        """The conversation of `tokens` is at the target then; the errand frees the slot that it had. `busy`: others run here, so
+        pieces stay small. Raises SlotBusy where the slot has another one by now, as `StateDesk.export`, DeadlineExceeded, and
+        what the target refuses with."""
         clock, way, terms = Clock(), self._way, self._terms
         adopting = asyncio.ensure_future(way.adopt(body))
         try:
@@ -65,6 +68,8 @@ class IdleMove:
             clock.lap("taken")
             await adopting
             clock.lap("adopted")
+            if tuple(state.manifest.tokens) != tuple(tokens):
+                raise SlotBusy("The slot has another conversation meanwhile.")
             manifest = _without_held(state, terms, way.held_tokens)
             await self._sent(state, manifest)
             state.left(way.sent_bytes)
@@ -83,8 +88,8 @@ class IdleMove:
             way=way.name,
             phases_ms=clock.phases_ms,
         )
-        tokens = list(manifest.tokens)
-        return answer, lambda cache: _emptied(cache, slot_id, tokens)
+        moved = list(manifest.tokens)
+        return answer, lambda cache: _emptied(cache, slot_id, moved)
 
     async def _sent(self, state: ExportedState, manifest: Manifest) -> None:
         terms, way = self._terms, self._way

@@ -23,6 +23,7 @@ from engines.errors import (
     HandoffStale,
     SessionNotHeld,
     SlotBusy,
+    SlotEmpty,
     StateError,
     StateTooLarge,
 )
@@ -155,7 +156,12 @@ class LeavingHandoffs:
                         return await self._live(target, body, held, held.generation, until)
                     if held.slot_id is not None and not held.is_pending:
                         return await self._idle(target, body, held, held.slot_id, until)
-                except SlotBusy as error:
+                except (SlotBusy, SlotEmpty) as error:
+                    log.debug("handoff %s: %s", body.handoff, error)
+                except SessionNotHeld as error:
+                    # An answer that ends on its way leaves a conversation that moves as any idle one does.
+                    if body.request_id:
+                        raise
                     log.debug("handoff %s: %s", body.handoff, error)
                 except ArenaFull as error:
                     raise StateTooLarge(f"The state cannot leave: {error}.") from error
@@ -196,18 +202,16 @@ class LeavingHandoffs:
     async def _session(self, session: str) -> Held:
         def look(cache: PrefixCache) -> Generator[None, None, Held]:
             yield from ()
-            mine = [slot for slot in cache.slots if slot.sequence.origin.session == session]
-            running = [slot for slot in mine if slot.generation is not None and slot.generation.session == session]
-            line = [*self._core.waiting.standing(), *self._core.landing.coming()]
-            waiting = any(one.session == session for one in line)
+            running = [slot for slot in cache.busy if slot.generation and slot.generation.session == session]
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
                 return _held(cache, decoding, decoding.generation, is_pending=False)
-            idle = [slot for slot in mine if slot.idle and len(slot.sequence)]
-            best = max(idle, key=lambda slot: slot.used_at, default=None)
-            if best is None:
-                return Held(None, bool(running) or waiting)
-            return _held(cache, best, None, is_pending=bool(running) or waiting)
+            line = [*self._core.waiting.standing(), *self._core.landing.coming()]
+            comes = bool(running) or any(one.session == session for one in line)
+            # Whoever takes it out of its slot, or into one, is done some time.
+            if comes or any(slot.transfer and slot.sequence.origin.session == session for slot in cache.slots):
+                return Held(None, True)
+            return _idle_of(cache, session)
 
         held: Held = await self._core.perform(look)
         return held
@@ -252,7 +256,7 @@ class LeavingHandoffs:
         adopt = _adopt_body(body, held, terms, None, len(held.tokens))
         async with Way(target, terms, body.handoff, body.fence) as way:
             idle = IdleMove(self._core, self._desk, way, terms, until)
-            answer, emptied = await idle.run(adopt, slot_id, busy=held.others_run)
+            answer, emptied = await idle.run(adopt, slot_id, held.tokens, busy=held.others_run)
         self._empty(emptied)
         return answer
 
@@ -266,6 +270,20 @@ class LeavingHandoffs:
         self._emptying.discard(emptying)
         if not emptying.cancelled() and (error := emptying.exception()) is not None:
             log.warning("what has moved could not be freed here: %s", error)
+
+
+def _idle_of(cache: PrefixCache, session: str) -> Held:
+    """A conversation between its turns. It may lie in host memory, from where it is brought back; without room for that it is
+    waited for."""
+    idle = [slot for slot in cache.slots if slot.idle and cache.of_session(slot, session)]
+    best = max(idle, key=lambda slot: slot.used_at, default=None)
+    if best is None:
+        best = cache.bring_in(session)
+    else:
+        cache.bring_back(best)
+    if best is None or not len(best.sequence):
+        return Held(None, cache.host.of_session(session) is not None)
+    return _held(cache, best, None, is_pending=False)
 
 
 def _held(cache: PrefixCache, slot: Slot, generation: Generation | None, *, is_pending: bool) -> Held:

@@ -95,6 +95,12 @@ class HostCache:
         """The conversation of an empty slot."""
         return self._of_slots.get(slot)
 
+    def of_session(self, session: str) -> HostEntry | None:
+        """What was put away last of a session's conversation, which is more than its system prompt."""
+        mine = (one for one in self._entries.values() if one.origin.session == session)
+        own = (one for one in mine if len(one.tokens) > one.origin.system_cut)
+        return max(own, key=lambda one: one.saved_at, default=None)
+
     def best(self, tokens: list[int], spans: SpanMap = NO_SPANS, tenant: str = "") -> tuple[HostEntry | None, int]:
         """The tenant's entry with the longest usable prefix of `tokens`, among them `spans` (one is always left to decode), and
         its length, which cuts no span."""

@@ -74,6 +74,9 @@ class PrefixCache:
         in_context = self.can_share and not self.cuts_anywhere
         kept = running + config.checkpoints
         self.checkpoints = [Checkpoint(sequence) for sequence in sequences[running:kept] if in_context]
+        # Where windows are kept whole: for what leaves of them (state_windows.py).
+        keeps_windows = self.can_share and self.cuts_anywhere and llama.window_tokens > 0
+        self.window_places = [Checkpoint(sequence) for sequence in sequences[running:kept] if keeps_windows]
         # For exports and imports of ranges: always empty between two slices of an errand, so never reused.
         self.scratch = (sequences[kept], sequences[kept + 1])
         # llama.cpp exports of a windowed layer only what its last token can see.
@@ -205,10 +208,35 @@ class PrefixCache:
     def bring_back(self, slot: Slot) -> None:
         """Fills an empty, idle slot with its conversation that was put away, if that is still in host memory."""
         entry = self.host.of_slot(slot.index)
-        if entry is not None and slot.idle and not len(slot.sequence) and self.make_room(len(entry.tokens)):
+        if entry is not None and slot.idle and not len(slot.sequence) and self._makes_room_for(entry):
             slot.used_at = time.monotonic()
             self._load(slot.sequence, entry)
             self.host.unlink(slot.index)
+
+    def of_session(self, slot: Slot, session: str) -> bool:
+        """Whether the idle slot has a conversation of that name, also where it was put away meanwhile."""
+        if len(slot.sequence):
+            return slot.sequence.origin.session == session
+        entry = self.host.of_slot(slot.index)
+        return entry is not None and entry.origin.session == session
+
+    def bring_in(self, session: str) -> Slot | None:
+        """The idle slot that is given what only host memory has of a session; None where that is nothing, or there is no room."""
+        entry = self.host.of_session(session)
+        places = (self.best_slot(Source(), raw_logits=kind) for kind in (False, True))
+        slot = next((place for place in places if place is not None), None)
+        if entry is None or slot is None or not self._makes_room_for(entry):
+            return None
+        self.put_away(slot)
+        if not self._load(slot.sequence, entry):
+            return None
+        slot.used_at = time.monotonic()
+        return slot
+
+    def _makes_room_for(self, entry: HostEntry) -> bool:
+        """Empties nobody's slot where that were not enough."""
+        count = len(entry.tokens)
+        return self.promised_cells() + count <= self.ledger.count and self.make_room(count)
 
     def _put_away(self, sequence: Sequence, slot: int | None = None) -> None:
         """`slot`: whose conversation it stays."""
