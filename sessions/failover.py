@@ -44,18 +44,23 @@ class Failover:
         self.count = 0
         self._request, self._journal = request, journal
 
-    async def go_on(self) -> aiohttp.ClientResponse:
-        """The rest of the answer as it begins to come. Raises an EngineError when nobody goes on with it."""
-        request, lost = self._request, self._request.sent.endpoint
+    async def go_on(self, lost: EngineEndpoint | None) -> aiohttp.ClientResponse:
+        """The rest of the answer as it begins to come. Raises an EngineError when nobody goes on with it.
+
+        `lost` is looked after; None where every engine did what it was asked to, and the answer is broken off all the same.
+        """
+        request = self._request
         if self.count >= MOST_FAILOVERS or not self._journal.can_go_on:
             raise EngineUnreachable("The engine went away in the middle of the answer.")
         self.count += 1
-        logger.warning("engine %s was lost over request %s; another one goes on", lost.name, request.request_id)
+        who = "no engine" if lost is None else f"engine {lost.name}"
+        logger.warning("%s was lost over request %s; another one goes on", who, request.request_id)
         request.record.mark("failed_over_s")
         request.step_back()
-        if not self._journal.failure:
-            await written(engines.suspect, lost)
-        dispatcher().lost(lost)
+        if lost is not None:
+            if not self._journal.failure:
+                await written(engines.suspect, lost)
+            dispatcher().lost(lost)
         async with request.in_time():
             return await self.placed(lost)
 

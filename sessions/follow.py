@@ -49,11 +49,12 @@ class Continuation:
 
 class Follower:
     """Of one answer; `close` it. `moved` is set once the engine has said that it has sent all it ever will; `target` is who was
-    asked to go on."""
+    asked to go on, and `lost` that one where it could not be reached."""
 
     def __init__(self, call: EngineCall, request_id: uuid.UUID, headers: Callable[[], dict[str, str]]) -> None:
         self.moved = False
         self.target: EngineEndpoint | None = None
+        self.lost: EngineEndpoint | None = None
         self._call, self._request_id, self._headers = call, request_id, headers
         self._handoff = ""
         self._coming: asyncio.Task[Continuation] | None = None
@@ -77,7 +78,7 @@ class Follower:
     def expect(self, handoff: str) -> None:
         if handoff != self._handoff:
             self._drop()
-            self._handoff = handoff
+            self._handoff, self.target, self.lost = handoff, None, None
             self._coming = asyncio.create_task(self._opened(handoff), name=f"follow-{handoff}")
 
     async def arrived(self) -> Continuation:
@@ -91,11 +92,13 @@ class Follower:
                     arrived = await self._coming
             except (EngineUnreachable, HandoffUnknown) as error:
                 if not tries_left or not self.moved:
+                    self.lost = self.target if isinstance(error, EngineUnreachable) else None
                     raise
                 logger.info("handoff %s: %s; asking again", self._handoff, error)
                 await asyncio.sleep(ARRIVAL_PAUSE_S)
                 self._coming = asyncio.create_task(self._opened(self._handoff))
             except TimeoutError as error:
+                self.lost = self.target
                 raise EngineUnreachable("The engine that took the request over does not go on.") from error
             else:
                 self._coming, self._handoff, self.moved = None, "", False

@@ -2,7 +2,8 @@
 
 Each group of events is followed by a mark that site and engine keep between them: which tokens the events were made of, how
 many characters each piece of text had. A site shows its client what a mark stands behind, and keeps the marks; should the
-engine be lost, the request's body and these lines are enough to go on exactly there, with the same tokens for the same seed.
+engine be lost, the request's body and these lines are enough to go on exactly there, with the same tokens for the same seed. Of
+an answer that moved here the first mark says how much was written elsewhere, so that a site that was told less notices.
 
 A journal is lines of JSON. The first is the head, an object; the others are lists of entries [choice, characters, token ids]
 or [choice, characters, token ids, more]. Pure: knows no HTTP and no core.
@@ -111,12 +112,18 @@ class JournalWriter:
         self._entries.append(f"[{choice},{characters},{token_ids}{tail}]")
 
     def arrived(self) -> None:
-        """The answer's beginning was written by another engine; its last tokens may not have been told."""
+        """The answer's beginning was written by another engine; its last tokens may not have been told. Of each choice it is said
+        how many characters were written, and whether its end was."""
+        written = []
+        for generation in self._generations:
+            pieces = generation.continued or ()
+            characters = sum(len(piece.text) for piece in pieces)
+            written.append((generation.choice, characters, any(piece.is_last for piece in pieces)))
         for generation in self._generations:
             if generation.arrived_tokens is not None:
                 begin, end = len(generation.prompt), len(generation.prompt) + generation.arrived_tokens
                 tail = generation.tokens[max(begin, end - TAIL_TOKENS) : end]
-                self._add(generation.choice, 0, tail, {"total": generation.arrived_tokens})
+                self._add(generation.choice, 0, tail, {"total": generation.arrived_tokens, "written": written})
                 self._timed.add(generation.choice)
 
     def mark(self) -> bytes:
