@@ -2,7 +2,7 @@
 
 A row is written first; its key is the number under which the two engines know the move, larger than any earlier one's. A task
 asks the source, which does the work together with the target, and writes down what it tells. A move whose task died is asked
-after again: the source knows what came of it.
+after again: the source knows what came of it, and where that is lost or was started anew, the target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ from django.db.models.functions import Now
 from kombu.exceptions import OperationalError as BrokerError
 
 from engines import services as engines
-from engines.errors import EngineError, EngineUnreachable, HandoffUnknown, NoEngineReady, RpcRefused, RpcTimeout
+from engines.errors import (
+    EngineError,
+    EngineUnreachable,
+    HandoffUnknown,
+    NoEngineReady,
+    RpcRefused,
+    RpcTimeout,
+    SessionNotHeld,
+)
 from engines.rpc_handoff import HandoffClient
 from engines.services import EngineEndpoint
-from engines.wire_handoff import HandoffAnswer, HandoffBody
+from engines.wire_handoff import AskBody, HandoffAnswer, HandoffBody
 from pools.db import database_now, in_db
 from pools.events import publish_on_commit
 from sessions import retention
@@ -39,9 +47,12 @@ RUNNING_LOOK_S = 45.0
 SILENT_LOST_S = 45.0
 # A source says at once what came of a move that is over.
 SWEEP_PATIENCE_S = 3.0
+# As long is a target waited for that is the only one left to say.
+ASK_TARGET_S = 3.0
 SWEPT_AT_ONCE, MOST_SWEPT = 8, 64
 MAX_REASON_CHARS = 200
 OPEN = (HandoffState.PLANNED, HandoffState.RUNNING)
+NOT_SERVED = "one of the two engines does not serve"
 
 logger = logging.getLogger(__name__)
 
@@ -135,31 +146,52 @@ async def run(handoff_id: int, patience_s: float | None = None) -> HandoffView:
     begun = await in_db(_begun, handoff_id)
     if begun is None:
         return await in_db(view, handoff_id)
+    source = begun.source
+    if source is None:
+        await _without_source(handoff_id, begun.body, NOT_SERVED)
+        return await in_db(view, handoff_id)
     try:
         async with asyncio.timeout(patience_s):
-            source = begun.source
             async with HandoffClient(source.address, source.port, secret=source.secret, name="site") as client:
                 answer = await client.handoff(begun.body)
     except (RpcTimeout, TimeoutError):
         if begun.left_s < -SILENT_LOST_S:
-            await in_db(fail, handoff_id, "its source has not answered for long")
+            await _without_source(handoff_id, begun.body, "its source has not answered for long")
     except EngineUnreachable as error:
-        # It may have moved all the same, which its target knows; the conversation's next turn finds it by its rates.
-        await in_db(fail, handoff_id, f"the source was lost: {error.message}")
+        await _without_source(handoff_id, begun.body, f"the source was lost: {error.message}")
     except EngineError as error:
         code = error.peer_code if isinstance(error, RpcRefused) else error.code
-        await in_db(fail, handoff_id, f"{code}: {error.message}")
+        if code == SessionNotHeld.code:
+            # One that was started anew does not know what it gave away before.
+            await _without_source(handoff_id, begun.body, f"{code}: {error.message}")
+        else:
+            await in_db(fail, handoff_id, f"{code}: {error.message}")
     else:
         await in_db(commit, handoff_id, answer)
     return await in_db(view, handoff_id)
 
 
+async def _without_source(handoff_id: int, body: HandoffBody, reason: str) -> None:
+    """The source does not say what came of the move. Its target knows, and takes nothing more of it from here on."""
+    target = HandoffClient(body.target_host, body.target_port, secret=body.target_secret, name="site")
+    try:
+        async with asyncio.timeout(ASK_TARGET_S), target:
+            found = await target.adopt_ask(AskBody(body.handoff, body.fence, drop=True))
+    except (EngineError, TimeoutError) as error:
+        logger.info("handoff %d: its target does not tell of it either: %r", handoff_id, error)
+    else:
+        if found.state == "going":
+            await in_db(commit_as_found, handoff_id, found.tokens)
+            return
+    await in_db(fail, handoff_id, reason)
+
+
 @dataclass(frozen=True)
 class _Begun:
-    """What to ask of the source; `left_s` is negative behind the move's deadline."""
+    """What to ask of the source, None where that does not serve; `left_s` is negative behind the move's deadline."""
 
     body: HandoffBody
-    source: engines.EngineRpc
+    source: engines.EngineRpc | None
     left_s: float
 
 
@@ -172,8 +204,8 @@ def _begun(handoff_id: int) -> _Begun | None:
         return None
     source = engines.engine_rpc(row.source_id, leaving=True) if row.source_id else None
     target = engines.engine_rpc(row.target_id) if row.target_id else None
-    if source is None or target is None:
-        fail(handoff_id, "one of the two engines does not serve")
+    if target is None:
+        fail(handoff_id, NOT_SERVED)
         return None
     assert row.started_at is not None, "a running move was begun"
     left_s = row.deadline_s - (database_now() - row.started_at).total_seconds()
@@ -193,27 +225,34 @@ def _begun(handoff_id: int) -> _Begun | None:
 
 def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
     """Write down that the conversation is at the target; False when the move had ended before."""
+    # A move that waited for a prompt to be computed was not slower for that.
+    sending_s = answer.send_s or answer.seconds
+    return _commit(
+        handoff_id,
+        kind=answer.kind,
+        request_id=answer.request_id or "",
+        tokens=answer.tokens,
+        sent_bytes=answer.sent_bytes,
+        skipped_bytes=answer.skipped_bytes,
+        mb_per_s=answer.sent_bytes / 1e6 / sending_s if sending_s else None,
+        pause_ms=answer.pause_ms,
+        pause_steps=answer.pause_steps,
+        duration_s=answer.seconds,
+    )
+
+
+def commit_as_found(handoff_id: int, tokens: int) -> bool:
+    """The same of a move whose source cannot tell of it any more: without its figures."""
+    return _commit(handoff_id, tokens=tokens)
+
+
+def _commit(handoff_id: int, **told: object) -> bool:
     with transaction.atomic():
         running = Handoff.objects.filter(pk=handoff_id, state=HandoffState.RUNNING)
         splits = running.exclude(request_id="").exists()
-        # A move that waited for a prompt to be computed was not slower for that.
-        sending_s = answer.send_s or answer.seconds
-        rate = answer.sent_bytes / 1e6 / sending_s if sending_s else None
-        if not running.update(
-            state=HandoffState.COMMITTED,
-            kind=answer.kind,
-            request_id=answer.request_id or "",
-            tokens=answer.tokens,
-            sent_bytes=answer.sent_bytes,
-            skipped_bytes=answer.skipped_bytes,
-            mb_per_s=rate,
-            pause_ms=answer.pause_ms,
-            pause_steps=answer.pause_steps,
-            duration_s=answer.seconds,
-            ended_at=Now(),
-        ):
+        if not running.update(state=HandoffState.COMMITTED, ended_at=Now(), **told):
             return False
-        row = Handoff.objects.get(pk=handoff_id)
+        row = Handoff.objects.select_related("chat").get(pk=handoff_id)
         # What a person moved is to go on there, also where a site remembers the source; of a split request only this answer was
         # meant. A drain leaves no wish, and ends one for the source.
         drains = row.cause == HandoffCause.DRAIN
@@ -222,9 +261,13 @@ def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
         if drains:
             chat.filter(wanted_engine_id=row.source_id).update(wanted_engine_id=None)
         chat.update(engine_id=row.target_id, **wanted)
+        leased = SlotLease.objects.filter(engine_id=row.source_id)
         if row.request_id:
-            leased = SlotLease.objects.filter(request_id=row.request_id, engine_id=row.source_id)
-            leased.update(engine_id=row.target_id)
+            leased.filter(request_id=row.request_id).update(engine_id=row.target_id)
+        elif "request_id" not in told:
+            # Nobody can say which request it was; none of before runs at a source that was lost.
+            older = leased.filter(session=row.chat.key_hash, created_at__lt=row.started_at)
+            older.update(engine_id=row.target_id)
         publish_on_commit("chat", row.chat_id)
     return True
 
