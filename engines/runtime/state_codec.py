@@ -173,6 +173,13 @@ class StateCodec:
             raise StateInvalid("llama.cpp refused the last part of the state.")
         self._called(part.nbytes)
 
+    def enters_alone(self, sequence: Sequence, part: Bytes) -> bool:
+        """Gives an empty sequence a checked part of some state, and none of its attention rows; False where llama.cpp has no room
+        for it. It is the caller's to clear."""
+        entered = self._llama.import_from(sequence.index, part, partial=True)
+        self._called(part.nbytes if entered else 0)
+        return entered
+
     def complete(self, sequence: Sequence, tokens: list[int]) -> None:
         """Ends an import: from here on the sequence's prefix is found and reused. Raises StateError if the state is not whole."""
         last = self._llama.last_position(sequence.index)

@@ -65,13 +65,7 @@ class _Order:
             return right and self._layout.has_part and self.parts == 1 and self.at == piece.end == self._count
         self._checkpoints += 1
         rises, self._cut = self._cut < piece.end < self._count, piece.end
-        return (
-            right
-            and self._layout.recurrent is not None
-            and self.parts == 1
-            and rises
-            and self._checkpoints <= MAX_CHECKPOINTS
-        )
+        return right and self._layout.has_part and self.parts == 1 and rises and self._checkpoints <= MAX_CHECKPOINTS
 
     def _takes_draft(self, piece: StatePiece) -> bool:
         follows = piece.start >= 0 if self._drafted is None else piece.start == self._drafted

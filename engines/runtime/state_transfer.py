@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -35,6 +35,7 @@ from engines.runtime.state_draft import DraftLook
 from engines.runtime.state_forms import Proof, digest_of, is_quick
 from engines.runtime.state_layout import Bytes, Tokens
 from engines.runtime.state_snapshot import StatePiece
+from engines.runtime.state_windows import earlier_cut, enter_window, held_window, window_bytes
 
 DRAFT_KINDS = ("draft", "hidden")
 
@@ -49,7 +50,7 @@ class SlotLook:
     tokens: list[int]
     part_bytes: int
     checkpoints: tuple[tuple[int, int], ...]
-    """Cut and bytes of each."""
+    """Cut and bytes of each; of a windowed model the window before the last one."""
     is_processing: bool
     operation: str
     draft: DraftLook | None = None
@@ -88,6 +89,8 @@ class Departure:
     look: SlotLook
     checkpoints: dict[int, Checkpoint]
     """By their cuts."""
+    window: Checkpoint | None = None
+    """The one of them that is there only for this."""
 
     @cached_property
     def ids(self) -> NDArray[np.int32]:
@@ -141,6 +144,8 @@ class Departure:
         yield from ()
         for checkpoint in self.checkpoints.values():
             checkpoint.leaving = False
+        if self.window is not None:
+            self.window.sequence.clear()
         self.slot.transfer = ""
 
 
@@ -179,6 +184,8 @@ class Arrival:
             codec.enter_part(sequence, data, queued=codec.queues)
         elif piece.kind in DRAFT_KINDS:
             self._enter_draft(codec, piece, data)
+        elif codec.layout.recurrent is None:
+            enter_window(cache, codec, sequence, piece.end, data)
         else:
             self._adopt(cache, codec, piece, data)
         if not sequence.tokens and self.slot.awaited_cells == 0 and (piece.kind == "part" or not codec.layout.has_part):
@@ -262,10 +269,14 @@ def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Depart
         raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
     seen = slot_look(cache, codec, slot)
     checkpoints = _checkpoints(cache, codec, slot)
+    window = held_window(cache, slot.sequence, earlier_cut(cache, slot.sequence))
     for checkpoint in checkpoints:
         checkpoint.leaving = True
+    if codec.layout.recurrent is None:
+        checkpoints = [] if window is None else [window]
+        seen = replace(seen, checkpoints=tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in checkpoints))
     slot.transfer = "export"
-    return Departure(slot, seen, {len(checkpoint.sequence): checkpoint for checkpoint in checkpoints})
+    return Departure(slot, seen, {len(checkpoint.sequence): checkpoint for checkpoint in checkpoints}, window)
 
 
 def arrive(
@@ -306,6 +317,8 @@ def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
         raise StateHasImages(f"Slot {slot.index} holds a conversation with images, whose state stays here.")
     cuts = tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in _checkpoints(cache, codec, slot))
     part_bytes, sequence = codec.part_bytes(slot.sequence), slot.sequence
+    if cut := earlier_cut(cache, sequence):
+        cuts = ((cut, window_bytes(codec, sequence, cut)),)
     draft = codec.drafts.look(sequence.draft, len(sequence)) if codec.drafts and len(sequence) else None
     runs = slot.generation is not None
     return SlotLook(list(sequence.tokens), part_bytes, cuts, runs, slot.transfer, draft, bool(cache.busy))
