@@ -266,6 +266,7 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
         chat_template=model.chat_template,
         pooling=model.pooling,
         speculation=model.speculation,
+        draft_tokens=model.draft_tokens,
         projector_path="" if model.pooling else model.projector_path,
         kv_family=model.kv_family if model.shares_kv_family else "",
         max_body_bytes=settings.HYDRA_MAX_BODY_BYTES,

@@ -79,6 +79,7 @@ class ModelAdminPage(ModelAdmin):
             pooling=obj.pooling,
             speculation=obj.speculation,
             projector_path=obj.projector_path,
+            draft_tokens=obj.draft_tokens,
             kv_family=obj.kv_family,
             shares_kv_family=obj.shares_kv_family,
             most_kv_loss=obj.most_kv_loss,

@@ -13,7 +13,6 @@ from pools.models import Gpu, Model, Variant, VariantFile
 
 USUAL_SLOTS = 4
 USUAL_CONTEXT_TOKENS = 8192
-DRAFT_TOKENS = 2  # EngineConfig's
 # A projector takes buffers beside its weights.
 PROJECTOR_FACTOR = 1.2
 
@@ -65,7 +64,7 @@ def variant_facts(variant: Variant) -> ModelFacts:
 
 def model_form(model: Model) -> Form:
     """What every engine of a model has in common, as far as memory depends on it."""
-    drafts = 0 if model.pooling or model.speculation == "none" else DRAFT_TOKENS
+    drafts = 0 if model.pooling or model.speculation == "none" else model.draft_tokens
     return Form(
         kv_type_k=model.kv_type_k,
         kv_type_v=model.kv_type_v,

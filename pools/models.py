@@ -23,6 +23,9 @@ from pools.choices import (
 from pools.generation_defaults import GenerationDefaults
 from pools.model_reference import without_query
 
+# As EngineConfig takes them.
+MAX_DRAFT_TOKENS = 16
+
 
 class Host(models.Model):
     """A machine of the pool, as its head last described it. `agent_epoch` grows each time the host (re)joins.
@@ -235,6 +238,13 @@ class Model(models.Model):
         default=Speculation.NONE,
         choices=Speculation.choices,
         help_text="Who drafts tokens for its engines. On a hybrid model drafts take memory. Read at an engine's start.",
+    )
+    draft_tokens = models.PositiveSmallIntegerField(
+        default=2,
+        db_default=2,
+        validators=[MinValueValidator(1), MaxValueValidator(MAX_DRAFT_TOKENS)],
+        verbose_name="longest draft",
+        help_text="Tokens that may be drafted for one step; how many are is measured. On a hybrid model each takes memory.",
     )
     kv_family = models.CharField(
         max_length=64,

@@ -36,7 +36,7 @@ from pools.host_services import (
     retiring_hosts,
 )
 from pools.model_tags import tags
-from pools.models import Host, Model, Variant, VariantFile
+from pools.models import MAX_DRAFT_TOKENS, Host, Model, Variant, VariantFile
 
 __all__ = [
     "LOST_AFTER_S",
@@ -205,6 +205,7 @@ def change_model(
     pooling: str,
     speculation: str,
     projector_path: str,
+    draft_tokens: int | None = None,
     kv_family: str | None = None,
     shares_kv_family: bool | None = None,
     most_kv_loss: float | None = None,
@@ -214,7 +215,7 @@ def change_model(
     """Change the name that pages show for a model, and what its engines read at their start; False when the row is gone.
 
     None leaves what it stands for as it is. Raises ValueError for defaults that cannot be used, an unknown pooling,
-    speculation or run mode, or a template that cannot be read.
+    speculation, run mode or length of drafts, or a template that cannot be read.
     """
     if chat_template:
         template_abilities(chat_template)
@@ -226,6 +227,10 @@ def change_model(
         "speculation": Speculation(speculation),
         "projector_path": projector_path.strip(),
     }
+    if draft_tokens is not None:
+        if not 1 <= draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"A draft has 1 to {MAX_DRAFT_TOKENS} tokens, not {draft_tokens}.")
+        values["draft_tokens"] = draft_tokens
     if kv_family is not None:
         values["kv_family"] = kv_family
     if shares_kv_family is not None:

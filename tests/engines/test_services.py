@@ -15,6 +15,7 @@ from engines import engine_rows, services
 from engines.errors import ModelNotFound, NoEngineReady
 from engines.models import Engine
 from pools import services as pools
+from pools.load_facts import model_form
 from pools.services import VariantView
 from tests.rows import add_engine, add_model, set_ready
 from tests.synthetic_gguf import SyntheticModel
@@ -215,8 +216,11 @@ def test_an_engine_is_told_what_its_model_chose(engine: Engine) -> None:
         pooling="",
         speculation="lookup",
         projector_path=" /models/mmproj.gguf ",
+        draft_tokens=5,
     )
     task = engine_rows.engine_task(engine.pk)
     assert task is not None
-    told = (task.config.chat_template, task.config.speculation, task.config.projector_path)
-    assert told == ("{{ messages }}", "lookup", "/models/mmproj.gguf")
+    told = (task.config.chat_template, task.config.speculation, task.config.draft_tokens, task.config.projector_path)
+    assert told == ("{{ messages }}", "lookup", 5, "/models/mmproj.gguf")
+    model.refresh_from_db()
+    assert model_form(model).draft_tokens == 5

@@ -170,9 +170,10 @@ def test_a_template_and_a_pooling_of_the_owners_win_over_the_files(
         {"chat_template": "{% if"},
         {"pooling": "max"},
         {"speculation": "always"},
+        {"draft_tokens": 17},
         {"generation_defaults": {"top_p": 2}},
     ):
-        with pytest.raises(ValueError, match=r"Line 1|max|always|top_p"):
+        with pytest.raises(ValueError, match=r"Line 1|max|always|top_p|not 17"):
             services.change_model(model.pk, **{**changes, **wrong})
     # What an owner chose stays when the file is registered again.
     add_model(tiny_model("llama").path, tmp_path)
