@@ -125,6 +125,8 @@ class Admission:
 
     def yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
+        if self._cache.ledger.free >= len(self._cache.slots):
+            return
         while not self._cache.make_room(sum(slot.decoding for slot in self._cache.busy)):
             busy = [(slot.generation.queued_at, slot) for slot in self._cache.busy if slot.generation]
             self._preempt(max(busy, key=lambda entry: entry[0])[1])

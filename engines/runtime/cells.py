@@ -48,6 +48,9 @@ class CellLedger:
         """Cells for newly decoded tokens. Raises ValueError beyond what is free: the plan of the step was wrong."""
         if count > len(self._free):
             raise ValueError(f"{count} cells wanted, {len(self._free)} are free")
+        if count == 1:  # the next token of a stream that decodes, at every step
+            self._holders[self._free[-1]] = 1
+            return array("i", (self._free.pop(),))
         split = len(self._free) - count
         taken = self._free[split:]
         del self._free[split:]

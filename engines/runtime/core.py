@@ -225,6 +225,7 @@ class EngineCore(threading.Thread):
         for row in rows:
             if row.draws:
                 self._drawing.take_tokens(row)
+        self._drawing.count_tokens()
         if not self._computes_apart:
             self._outbox.write()
 
@@ -373,6 +374,8 @@ def _append(row: Row) -> None:
     assert generation is not None
     start = len(slot.sequence)
     if row.span is None:
-        slot.sequence.append([*generation.tokens[start : start + row.count - len(row.draft)], *row.draft])
+        tokens = generation.tokens[start : start + row.count - len(row.draft)]
+        tokens += row.draft
+        slot.sequence.append(tokens)
     else:
         slot.sequence.append_part_of_span(generation.tokens[start : start + row.count], generation.spans)

@@ -40,19 +40,28 @@ class Drawing:
         self._speculation = speculation
         self._fail = fail
         self._give_up_slot = give_up_slot
+        self._drawn = 0
+
+    def count_tokens(self) -> None:
+        """Adds what was drawn since the last call to the metrics; once a step, since each call takes some microseconds."""
+        if self._drawn:
+            self._metrics.predicted_tokens.inc(self._drawn)
+            self._drawn = 0
 
     def take_tokens(self, row: Row) -> None:
         """Draws the next token, and behind each token of the draft as long as that is the one that was drawn, and it may have
         a draft that long."""
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
-        offered = min(len(row.draft), generation.longest_draft) if row.draft else 0
-        accepted = 0
+        if not row.draft:
+            self._take_token(slot, generation, row.last)
+            return
+        offered, accepted = min(len(row.draft), generation.longest_draft), 0
         while self._take_token(slot, generation, row.last - len(row.draft) + accepted):
             if accepted == offered or generation.tokens[-1] != row.draft[accepted]:
                 break
             accepted += 1
-        if row.draft and self._speculation:
+        if self._speculation:
             if offered:
                 self._speculation.judged(generation, offered, accepted)
             slot.sequence.take_back(len(generation.tokens) - 1)
@@ -72,7 +81,7 @@ class Drawing:
             self._fail(slot, error)
             return False
         generation.tokens.append(token)
-        self._metrics.predicted_tokens.inc()
+        self._drawn += 1
         if generation.first_token_at is None:
             generation.first_token_at = time.monotonic()
             self._metrics.first_token_seconds.observe(generation.first_token_at - generation.queued_at)

@@ -171,6 +171,11 @@ class Batch:
     def add(self, seq: int, start: int, tokens: Sequence[int], *, outputs: int) -> int:
         """Appends `tokens` at positions `start`… of `seq`, the last `outputs` of them with results; returns the last row."""
         first, end = self.count, self.count + len(tokens)
+        if end == first + 1:  # a stream that decodes: numpy takes longer to make a slice than to fill it
+            self._token[first], self._pos[first], self._seq[first], self._output[first] = tokens[0], start, seq, outputs
+            self.outputs += outputs
+            self.count = self.native.n_tokens = end
+            return first
         self._token[first:end] = tokens
         self._pos[first:end] = np.arange(start, start + len(tokens))
         self._seq[first:end] = seq
@@ -245,6 +250,8 @@ class Llama:
         self.batch_tokens: int = llama_cpp.llama_n_batch(self.context)
         self._candidate_ids = np.zeros(config.device_candidates, dtype=np.int32)
         self._candidate_logits = np.zeros(config.device_candidates, dtype=np.float32)
+        # Asked for once: numpy takes longer to tell an address than to copy what lies there.
+        self._candidate_places = self._candidate_ids.ctypes.data, self._candidate_logits.ctypes.data
 
     def count_draft_context(self, context: Any) -> None:
         """Measures again, with the context of the model's draft head."""
@@ -285,8 +292,9 @@ class Llama:
             raise ValueError(f"row {row} of the batch has {count} candidates")
         ids = llama_cpp.llama_get_sampled_candidates_ith(self.context, row)
         logits = llama_cpp.llama_get_sampled_logits_ith(self.context, row)
-        ctypes.memmove(self._candidate_ids.ctypes.data, ids, count * 4)
-        ctypes.memmove(self._candidate_logits.ctypes.data, logits, count * 4)
+        ids_place, logits_place = self._candidate_places
+        ctypes.memmove(ids_place, ids, count * 4)
+        ctypes.memmove(logits_place, logits, count * 4)
         return self._candidate_ids[:count], self._candidate_logits[:count]
 
     def share(self, source: int, target: int, length: int) -> None:

@@ -39,6 +39,14 @@ class EngineMetrics:
             ["cause"],
             registry=self.registry,
         )
+        self.wait_seconds = Histogram(
+            "hydra_engine_wait_seconds",
+            "What requests waited for beside the line: their preparation (a free thread and those before them included), their"
+            " prefix from the store, others' prompts in the same steps",
+            ["cause"],
+            registry=self.registry,
+            buckets=_WAITS_S,
+        )
         self.queue_seconds = self._histogram("hydra_engine_queue_seconds", "Time in the waiting line", _WAITS_S)
         self.first_token_seconds = self._histogram(
             "hydra_engine_time_to_first_token_seconds", "Time from arrival to the first token", _WAITS_S
@@ -99,6 +107,9 @@ class EngineMetrics:
         self.cached_tokens.inc(stats.cached_tokens)
         self.drafted_tokens.inc(stats.drafted_tokens)
         self.accepted_tokens.inc(stats.accepted_tokens)
+        for cause, seconds in (("restore", stats.restore_s), ("others_prompts", stats.prompt_wait_s)):
+            if seconds:
+                self.wait_seconds.labels(cause).observe(seconds)
         if stats.completion_tokens:
             self.prompt_seconds.inc(stats.prompt_s)
             self.predicted_seconds.inc(stats.decode_s)

@@ -123,8 +123,11 @@ class StepPlanner:
     def plan(self) -> list[Row]:
         """The rows of the next step; none when no slot has work. There must be a free cell per decoding slot."""
         busy = self._cache.busy
-        decoding = [slot for slot in busy if slot.decoding]
-        filling = self._in_order([slot for slot in busy if not slot.decoding])
+        decoding: list[Slot] = []
+        filling: list[Slot] = []
+        for slot in busy:
+            (decoding if slot.decoding else filling).append(slot)
+        filling = self._in_order(filling)
         self.batch.clear()
         if self.span_batch is not None:
             rows, filling = self._plan_span(self.span_batch, decoding, filling)
@@ -231,13 +234,14 @@ class StepPlanner:
         return [self._add(slot, slot.next_chunk(self.shared_tokens))]
 
     def _add(self, slot: Slot, count: int, draft: tuple[int, ...] = ()) -> Row:
-        assert slot.generation is not None
-        start = len(slot.sequence)
-        draws = count == slot.todo_tokens
-        tokens = [*slot.generation.tokens[start : start + count], *draft]
-        spans = slot.generation.spans
-        position = spans.position(start) if spans else start
-        last = self.batch.add(slot.sequence.index, position, tokens, outputs=(1 + len(draft)) * draws)
+        generation, sequence = slot.generation, slot.sequence
+        assert generation is not None
+        start = len(sequence.tokens)
+        draws = count == len(generation.tokens) - start
+        tokens = generation.tokens[start : start + count]
+        tokens += draft
+        position = generation.spans.position(start) if generation.spans else start
+        last = self.batch.add(sequence.index, position, tokens, outputs=(1 + len(draft)) * draws)
         return Row(slot, len(tokens), last, draws, draft)
 
 

@@ -112,10 +112,12 @@ class Preparation:
 
     async def run_in_turn(self, work: Callable[..., T], *args: object) -> T:
         """The same for what is queued next: returns behind those that were begun before, unless one of them takes long."""
+        began_s = time.monotonic()
         with self._preparing.place() as place:
             done = await self.run(work, *args)
             await place.turn()
-            return done
+        self.core.metrics.wait_seconds.labels("preparation").observe(time.monotonic() - began_s)
+        return done
 
     async def run_aside(self, work: Callable[..., T], *args: object) -> T:
         """The same on a thread of its own, for work without a bound by the context: chats must not wait behind it."""

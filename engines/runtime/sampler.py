@@ -12,6 +12,7 @@ The default parameters are llama.cpp's, because its users' expectations of a loc
 from __future__ import annotations
 
 import ctypes
+import math
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -287,7 +288,7 @@ class Sampler:
 
     def _draw_candidate(self, ids: NDArray[np.int32], logits: NDArray[np.float32]) -> int:
         best = logits.argmax()  # of a NaN, if there is one
-        if np.isnan(logits[best]):
+        if math.isnan(logits[best]):
             raise NoLogits("the logits hold NaN")
         if self._chain is None:
             return int(ids[best])

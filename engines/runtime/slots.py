@@ -31,11 +31,16 @@ class Slot:
     @property
     def todo_tokens(self) -> int:
         """Tokens of the generation that must still be decoded before the next one can be drawn."""
-        return len(self.generation.tokens) - len(self.sequence) if self.generation else 0
+        return len(self.generation.tokens) - len(self.sequence.tokens) if self.generation else 0
 
     @property
     def decoding(self) -> bool:
-        return self.generation is not None and self.generation.new_tokens > 0 and self.todo_tokens == 1
+        # Asked of every slot at every step, so without calls.
+        generation = self.generation
+        if generation is None:
+            return False
+        count = len(generation.tokens)
+        return count > len(generation.prompt) and count == len(self.sequence.tokens) + 1
 
     @property
     def span(self) -> PlacedSpan | None:

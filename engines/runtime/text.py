@@ -69,6 +69,9 @@ class TextAssembler:
         start = self._released_bytes + len(self._pending)
         if logprob is not None:
             self._waiting.append((start, logprob))
+        if not self._matchers:
+            self._pending += piece
+            return self._release(whole_characters(self._pending, len(self._pending)))
         for byte in piece:
             self._pending.append(byte)
             met = [matcher for matcher in self._matchers if matcher.feed(byte)]
@@ -76,7 +79,7 @@ class TextAssembler:
                 self.stopped = True
                 del self._pending[len(self._pending) - max(len(matcher.stop) for matcher in met) :]
                 return self._release(len(self._pending))
-        held = max((matcher.held for matcher in self._matchers), default=0)
+        held = max(matcher.held for matcher in self._matchers)
         return self._release(whole_characters(self._pending, len(self._pending) - held))
 
     def finish(self) -> Released:

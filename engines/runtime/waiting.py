@@ -94,6 +94,8 @@ class WaitingLine:
 
     def take_ended(self, now: float) -> list[Generation]:
         """Removes and returns those that were cancelled or whose deadline has passed."""
+        if not self._waiting:
+            return []
         with self.changed:
             ended = [g for g in self._waiting if g.cancelled or now > g.deadline_at]
             for generation in ended:

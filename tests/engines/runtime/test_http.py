@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -260,6 +261,9 @@ def test_metrics_use_the_names_that_llama_cpp_boards_read(tiny: EngineProcess) -
     for name in ("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:requests_processing"):
         assert f"\n{name} " in text
     assert "hydra_engine_time_to_first_token_seconds_bucket" in text
+    waited = re.search(r'hydra_engine_wait_seconds_count{cause="preparation"} (\S+)', text)
+    assert waited is not None
+    assert float(waited[1]) >= 1
 
 
 def test_an_answer_without_a_limit_ends_at_the_engines_own(
