@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from native.cell_window import CELL_WINDOW
+from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
 from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
@@ -141,6 +142,7 @@ CHANGES = (
     ),
     *CELL_WINDOW,
     *STATE_RANGES,
+    *CPU_MASKS,
 )
 
 # What a build makes only if it is asked to (`--change NAME`), because it has not run on a card yet. Once it has: `*ROW_BLOCKS,`

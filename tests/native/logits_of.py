@@ -19,6 +19,10 @@ def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
     for seq in range(SEQUENCES):
         yield from [("feed", [(seq, 200)])] * 3
     yield from [("feed", [(seq, 1) for seq in range(SEQUENCES)])] * 20
+    # A prompt's chunk beside those that decode, before and behind them, longer than a tile of rows.
+    for others in (range(1, SEQUENCES), range(4)):
+        yield "feed", [*((seq, 1) for seq in others if seq), (0, 90)]
+        yield "feed", [(5, 70), *((seq, 1) for seq in others if seq != 5)]
     # Their places are taken by others, out of order and in pieces.
     yield "clear", [(1, 0), (4, 0)]
     yield from (("feed", [(seq, 300)]) for seq in (4, 1, 4))
