@@ -21,14 +21,19 @@ from kombu.exceptions import OperationalError as BrokerError
 from engines import services as engines
 from engines.errors import (
     EngineError,
+    EngineLoading,
+    EngineStopping,
     EngineUnreachable,
     HandoffUnknown,
     NoEngineReady,
+    NotAuthenticated,
+    ProtocolBroken,
     RpcRefused,
     RpcTimeout,
     SessionNotHeld,
 )
 from engines.rpc_handoff import HandoffClient
+from engines.rpc_serving import TOO_MANY_CONNECTIONS
 from engines.services import EngineEndpoint
 from engines.wire_handoff import AskBody, HandoffAnswer, HandoffBody
 from pools.db import database_now, in_db
@@ -45,6 +50,8 @@ TASK_EXPIRES_S = 30.0
 PLANNED_LOST_S = 45.0
 RUNNING_LOOK_S = 45.0
 SILENT_LOST_S = 45.0
+# Beyond any deadline: nobody learns any more what came of it.
+GIVEN_UP_S = 1800.0
 # A source says at once what came of a move that is over.
 SWEEP_PATIENCE_S = 3.0
 # As long is a target waited for that is the only one left to say.
@@ -53,6 +60,10 @@ SWEPT_AT_ONCE, MOST_SWEPT = 8, 64
 MAX_REASON_CHARS = 200
 OPEN = (HandoffState.PLANNED, HandoffState.RUNNING)
 NOT_SERVED = "one of the two engines does not serve"
+# Whoever ended or was started anew does not know what it gave away before, its target does.
+FORGOTTEN = frozenset({SessionNotHeld.code, EngineStopping.code, EngineLoading.code, ProtocolBroken.code})
+# Nothing of a move that was begun earlier.
+UNSAID = frozenset({TOO_MANY_CONNECTIONS, NotAuthenticated.code, ProtocolBroken.code})
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +152,7 @@ async def run(handoff_id: int, patience_s: float | None = None) -> HandoffView:
     session was deleted meanwhile.
 
     A source that says nothing (for `patience_s`, None: beyond the move's deadline) may be moving it still: it stays running, and
-    is asked after by the sweep.
+    is asked after by the sweep. One that cannot be reached is given up, and the move with it if its target has not all of it.
     """
     begun = await in_db(_begun, handoff_id)
     if begun is None:
@@ -155,20 +166,25 @@ async def run(handoff_id: int, patience_s: float | None = None) -> HandoffView:
             async with HandoffClient(source.address, source.port, secret=source.secret, name="site") as client:
                 answer = await client.handoff(begun.body)
     except (RpcTimeout, TimeoutError):
-        if begun.left_s < -SILENT_LOST_S:
-            await _without_source(handoff_id, begun.body, "its source has not answered for long")
+        await _unsaid(handoff_id, begun)
     except EngineUnreachable as error:
         await _without_source(handoff_id, begun.body, f"the source was lost: {error.message}")
     except EngineError as error:
         code = error.peer_code if isinstance(error, RpcRefused) else error.code
-        if code == SessionNotHeld.code:
-            # One that was started anew does not know what it gave away before.
+        if code in UNSAID and not begun.is_new:
+            await _unsaid(handoff_id, begun)
+        elif code in FORGOTTEN:
             await _without_source(handoff_id, begun.body, f"{code}: {error.message}")
         else:
             await in_db(fail, handoff_id, f"{code}: {error.message}")
     else:
         await in_db(commit, handoff_id, answer)
     return await in_db(view, handoff_id)
+
+
+async def _unsaid(handoff_id: int, begun: _Begun) -> None:
+    if begun.left_s < -SILENT_LOST_S:
+        await _without_source(handoff_id, begun.body, "its source has not answered for long")
 
 
 async def _without_source(handoff_id: int, body: HandoffBody, reason: str) -> None:
@@ -188,17 +204,19 @@ async def _without_source(handoff_id: int, body: HandoffBody, reason: str) -> No
 
 @dataclass(frozen=True)
 class _Begun:
-    """What to ask of the source, None where that does not serve; `left_s` is negative behind the move's deadline."""
+    """What to ask of the source, None where that does not serve; `left_s` is negative behind the move's deadline, and with
+    `is_new` nobody has asked yet."""
 
     body: HandoffBody
     source: engines.EngineRpc | None
     left_s: float
+    is_new: bool
 
 
 def _begun(handoff_id: int) -> _Begun | None:
     """What to ask of the source; None for a move that is over."""
     planned = Handoff.objects.filter(pk=handoff_id, state=HandoffState.PLANNED)
-    planned.update(state=HandoffState.RUNNING, started_at=Now())
+    is_new = bool(planned.update(state=HandoffState.RUNNING, started_at=Now()))
     row = Handoff.objects.select_related("chat").filter(pk=handoff_id, state=HandoffState.RUNNING).first()
     if row is None:
         return None
@@ -220,7 +238,7 @@ def _begun(handoff_id: int) -> _Begun | None:
         deadline_s=max(1.0, left_s),
         request_id=row.request_id,
     )
-    return _Begun(body, source, left_s)
+    return _Begun(body, source, left_s, is_new)
 
 
 def commit(handoff_id: int, answer: HandoffAnswer) -> bool:
@@ -296,8 +314,15 @@ async def sweep() -> None:
                 logger.debug("handoff %d: its session was deleted", handoff_id)
             except Exception:
                 logger.exception("handoff %d could not be asked after", handoff_id)
+                await in_db(give_up, handoff_id)
 
     await asyncio.gather(*map(ask, await in_db(stuck)))
+
+
+def give_up(handoff_id: int) -> bool:
+    """Whether it was begun so long ago that nobody will learn any more what came of it; then it has failed."""
+    overdue = Handoff.objects.filter(pk=handoff_id, started_at__lt=Now() - timedelta(seconds=GIVEN_UP_S))
+    return overdue.exists() and fail(handoff_id, "nobody could learn what came of it")
 
 
 def stuck() -> list[int]:

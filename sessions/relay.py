@@ -183,7 +183,7 @@ class EngineAnswer:
         self._response.close()
         self._response, self.engine = arrived.response, arrived.endpoint
         self._request.moved_to(arrived.endpoint)
-        self._journal.goes_on(await asyncio.to_thread(self._journal.written))
+        await self._journal.goes_along()
 
     @property
     def _lost_engine(self) -> EngineEndpoint | None:

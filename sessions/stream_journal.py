@@ -11,11 +11,11 @@ written on from the last mark, as if an engine had been lost.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
-
-from engines.errors import ProtocolBroken
 
 JOURNAL_HEADER = "X-Hydra-Journal"
 MARK = b"event: hydra."
@@ -23,8 +23,14 @@ MARK = b"event: hydra."
 MAX_JOURNAL_BYTES = 8 << 20
 # An engine that says so has broken the answer off for reasons of its own.
 ITS_OWN_FAILURES = frozenset({"engine_stopping", "decode_failed"})
+# So much is counted at once; more of it beside the event loop.
+COUNTED_INLINE_BYTES = 32 << 10
 # By choice the characters of its text, and whether its end was written too.
 Written = dict[int, tuple[int, bool]]
+# By choice its characters, and the choices that have ended.
+Counts = tuple[Counter[int], set[int]]
+
+logger = logging.getLogger(__name__)
 
 
 class StreamJournal:
@@ -38,6 +44,8 @@ class StreamJournal:
         self.failure = ""
         self.has_gap = False
         self._written: Written | None = None
+        self._counting: asyncio.Task[Counts] | None = None
+        self._counted_bytes = 0
         self.on_move: Callable[[bytes], None] = lambda frame: None
         self._held: list[bytes] = []
 
@@ -77,6 +85,8 @@ class StreamJournal:
         elif name == b"failed":
             self.failure = str(json.loads(data)["code"])
         else:
+            if name == b"moving":
+                self._count_soon()
             self.on_move(frame)
 
     def _keep(self, line: bytes) -> None:
@@ -103,27 +113,52 @@ class StreamJournal:
         held, self._held = self._held, []
         return b"".join(frame + b"\n\n" for frame in held)
 
-    def written(self) -> Written | None:
-        """How much of each choice the marks tell of; None for a stream without, or with more than are kept. Any thread, while
-        nothing comes: of a long answer it takes a while. Raises ProtocolBroken."""
-        if not self.is_kept or len(self.lines) >= MAX_JOURNAL_BYTES:
-            return None
-        characters: Counter[int] = Counter()
-        ended: set[int] = set()
-        try:
-            for line in self.lines.splitlines()[1:]:
-                for choice, count, _, *more in json.loads(line):
-                    characters[choice] += count
-                    if more and "reason" in more[0]:
-                        ended.add(choice)
-        except (ValueError, TypeError) as error:
-            raise ProtocolBroken("The engine's marks cannot be read.") from error
-        return {choice: (count, choice in ended) for choice, count in characters.items() if count or choice in ended}
-
-    def goes_on(self, written: Written | None = None) -> None:
-        """Another engine writes the stream on from the last mark; one that a generation moved to says how much was `written`."""
+    def goes_on(self) -> None:
+        """Another engine writes the stream on from the last mark."""
         self._held, self.failure = [], ""
-        self.has_gap, self._written = False, written
+        self.has_gap, self._written = False, None
+
+    async def goes_along(self) -> None:
+        """The engine writes it on that its generation moved to, which says how much was written before."""
+        self.goes_on()
+        if not self.is_kept or len(self.lines) >= MAX_JOURNAL_BYTES:
+            return
+        self._count_soon()
+        assert self._counting is not None
+        counting, self._counting = self._counting, None
+        try:
+            characters, ended = await counting
+            rest = bytes(self.lines[self._counted_bytes :])
+            more = _counted(rest) if len(rest) < COUNTED_INLINE_BYTES else await asyncio.to_thread(_counted, rest)
+        except (ValueError, TypeError) as error:
+            logger.warning("an engine's marks cannot be read, so that its stream cannot be followed: %r", error)
+            self.has_gap = True
+            return
+        characters, ended = characters + more[0], ended | more[1]
+        self._written = {choice: (characters[choice], choice in ended) for choice in {*characters, *ended}}
+
+    def _count_soon(self) -> None:
+        """Have counted what the marks tell of by now, so that little is left to do when the stream goes on elsewhere: of a long
+        answer it takes a while."""
+        if self.is_kept and self._counting is None:
+            self._counted_bytes = len(self.lines)
+            counting = asyncio.to_thread(_counted, bytes(self.lines))
+            self._counting = asyncio.create_task(counting, name="journal-count")
+
+
+def _counted(lines: bytes) -> Counts:
+    """Raises ValueError, TypeError for what are no marks."""
+    characters: Counter[int] = Counter()
+    ended: set[int] = set()
+    for line in lines.splitlines():
+        entries = json.loads(line)
+        if isinstance(entries, dict):
+            continue  # the head
+        for choice, count, _, *more in entries:
+            characters[choice] += count
+            if more and "reason" in more[0]:
+                ended.add(choice)
+    return characters, ended
 
 
 def _follows(data: bytes, written: Written) -> bool:

@@ -96,9 +96,11 @@ class HostCache:
         return self._of_slots.get(slot)
 
     def of_session(self, session: str) -> HostEntry | None:
-        """What was put away last of a session's conversation, which is more than its system prompt."""
-        mine = (one for one in self._entries.values() if one.origin.session == session)
-        own = (one for one in mine if len(one.tokens) > one.origin.system_cut)
+        """What was put away last of a session's conversation, which is more than its system prompt or another one's beginning."""
+        mine = [one for one in self._entries.values() if one.origin.session == session]
+        longer = ((one, [other for other in mine if len(other.tokens) > len(one.tokens)]) for one in mine)
+        ends = (one for one, others in longer if not any(_begins(other.tokens, one.tokens) for other in others))
+        own = (one for one in ends if len(one.tokens) > one.origin.system_cut)
         return max(own, key=lambda one: one.saved_at, default=None)
 
     def best(self, tokens: list[int], spans: SpanMap = NO_SPANS, tenant: str = "") -> tuple[HostEntry | None, int]:

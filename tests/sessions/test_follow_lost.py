@@ -134,7 +134,7 @@ async def test_a_source_that_has_done_its_part_is_not_taken_for_lost_where_the_t
     assert await in_db(states) == {"cpu-0": "ready", "cpu-1": "unhealthy"}
 
 
-def test_a_stream_follows_on_what_was_shown_of_each_choice_and_of_its_end() -> None:
+async def test_a_stream_follows_on_what_was_shown_of_each_choice_and_of_its_end() -> None:
     end = {"reason": "stop", "stats": {}}
     lines = (HEAD, mark([0, 3, [5]], [1, 2, [6]]), mark([1, 0, [], end], [0, 0, [], {"ping": True}]))
     for told, fits in (
@@ -150,8 +150,22 @@ def test_a_stream_follows_on_what_was_shown_of_each_choice_and_of_its_end() -> N
         for line in lines:
             journal.shown(line)
         kept = bytes(journal.lines)
-        journal.goes_on(journal.written())
+        await journal.goes_along()
         rest = journal.shown(arrived(*told) + said(" more", 9))
         assert journal.has_gap is not fits
         assert bool(rest) is fits
         assert (bytes(journal.lines) == kept) is not fits
+
+
+async def test_marks_are_counted_also_where_many_come_after_the_move_was_announced() -> None:
+    journal = StreamJournal()
+    journal.shown(HEAD + said("Red", 5) + move_event("moving", "handoff-1"))
+    for number in range(3000):
+        journal.shown(said("x" * (number % 5), number))
+    for told, fits in ((3 + 6000, True), (3 + 5999, False)):
+        await journal.goes_along()
+        journal.shown(arrived([0, told, False]))
+        assert journal.has_gap is not fits
+    journal = StreamJournal(b"{}\n[1]\n")
+    await journal.goes_along()
+    assert journal.has_gap, "whoever cannot count does not follow"

@@ -108,3 +108,28 @@ async def test_a_move_that_came_to_its_end_is_written_down_by_what_its_target_kn
         assert seen.state == "failed"
         assert seen.reason.startswith(told[source])
         assert (chat.engine.name, set(leased.values())) == ("cpu-0", {"cpu-0"})
+
+
+async def test_a_source_that_says_nothing_of_a_move_keeps_it_running_until_its_time_is_long_over(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    """As one that takes no more connections, or speaks with another secret since its start."""
+    asked: list[AskBody] = []
+    async with peer("going", asked) as target, peer("", []) as source:
+        move = await in_db(rows, tiny_model("llama"), tmp_path, source, target, serves=True)
+        await in_db(lambda: Engine.objects.filter(name="cpu-0").update(rpc_secret="another one, long enough too"))
+        assert ((await handoffs.run(move)).state, asked) == ("running", [])
+        await in_db(lambda: Handoff.objects.update(started_at=Now() - timedelta(seconds=200)))
+        assert ((await handoffs.run(move)).state, len(asked)) == ("committed", 1)
+        assert not await in_db(handoffs.give_up, move)
+        # Nobody has asked for this one yet, so nothing of it goes on.
+        later = await in_db(anew, move)
+        seen = await handoffs.run(later)
+        assert (seen.state, seen.reason.split(":")[0]) == ("failed", "not_authenticated")
+
+
+def anew(move: int) -> int:
+    row = Handoff.objects.get(pk=move)
+    assert row.source_id is not None
+    assert row.target_id is not None
+    return handoffs.start(row.chat_id, row.source_id, row.target_id, send=False)
