@@ -32,11 +32,15 @@ def small_pool(transactional_db: None) -> SmallPool:
 
 
 @pytest.fixture
-async def stand_in(small_pool: SmallPool, background: None) -> AsyncIterator[EngineStandIn]:
-    """The small pool's engine, answering."""
+async def stand_in(
+    small_pool: SmallPool, background: None, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[EngineStandIn]:
+    """The small pool's engine, answering; a page waits for that, however busy the machine is."""
     from engines.models import Engine
+    from hydra_site import pool_snapshot
     from pools.db import in_db
 
+    monkeypatch.setattr(pool_snapshot, "SLOT_POLL_TIMEOUT_S", 20.0)
     engine = EngineStandIn()
     await engine.start()
     await in_db(Engine.objects.filter(pk=small_pool.engine.pk).update, http_port=engine.port)

@@ -27,7 +27,7 @@ async def test_a_write_reaches_the_group_once_it_is_committed() -> None:
             return services.join_host("here")
 
     host_id = await in_db(write)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         message = await layer.receive(channel)
     await layer.group_discard(GROUP, channel)
     await layer.flush()

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 PATIENCE_S = 60.0
 # Seconds of a step, and of a prompt's token: one card computes faster, the other has the faster memory. The first one alone takes
 # seconds for an answer, in which the site asks it to move.
-READER, WRITER = (0.05, 0.0005), (0.001, 0.0025)
+READER, WRITER = (0.04, 0.0005), (0.001, 0.006)
 LONG_PROMPT = "The river carries stones past the mill, and nobody counts them. " * 20
 ANSWER_TOKENS = 40
 CHAT_PATH = "/v1/chat/completions"
@@ -122,10 +122,11 @@ async def test_a_long_prompt_is_computed_by_one_and_answered_by_the_other(start:
     assert re.search(r"cpu-0 → cpu-1 +pd +\d", seen), seen
     await all_given_back(pool)
     shared = talk.logprobs
-    # What comes next is short, and goes on where the answer was written.
+    # What comes next is short, and goes on where the answer was written. The client has cut that: a random model's words may be
+    # more tokens when they are read again.
+    talk.messages[-1]["content"] = "Well."
     headers, again = await talk.say("And then?", max_tokens=8)
     assert (headers["X-Hydra-Route"], headers["X-Hydra-Engine"]) == ("solo", "cpu-1")
-    # A random model's words may be other tokens when they are read again; the whole prompt is there.
     assert again["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
     short = [one for one in (await last_turn()).explanation["refusals"] if one["mode"] == "pd"]  # type: ignore[index]
     assert [one["reason"] for one in short] == [Reason.SHORT.value]

@@ -41,7 +41,7 @@ async def running(model: SyntheticModel, **settings: Any) -> AsyncIterator[Engin
         yield core
     finally:
         core.stop()
-        await asyncio.to_thread(core.join, 10)
+        await asyncio.to_thread(core.join, 60)
         assert not core.is_alive()
 
 

@@ -50,7 +50,7 @@ def config_of(path: Path, pooling: str, **settings: Any) -> EngineConfig:
 async def running(path: Path, pooling: str, **settings: Any) -> AsyncIterator[EmbeddingCore]:
     core = EmbeddingCore(config_of(path, pooling, **settings), 1, asyncio.get_running_loop(), EmbeddingMetrics())
     core.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while core.state == "loading":
             await core.changed.wait()
             core.changed.clear()
@@ -59,7 +59,7 @@ async def running(path: Path, pooling: str, **settings: Any) -> AsyncIterator[Em
         yield core
     finally:
         core.stop()
-        await asyncio.to_thread(core.join, 10)
+        await asyncio.to_thread(core.join, 60)
         assert not core.is_alive()
 
 

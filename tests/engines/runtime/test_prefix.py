@@ -164,7 +164,7 @@ async def test_idle_conversations_leave_the_context_between_requests_and_come_ba
     model = tiny_model("llama", tie_free=True)
     async with running(model, slots=3, put_away_idle=True) as core:
         works = [await run(core, prompt_of(model, 150, start=start), cuts=[]) for start in (1, 2, 3)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(core.cache.host) < 2:  # noqa: ASYNC110 - the core is another thread and sets no event for this
                 await asyncio.sleep(0.01)
         # Only the last used one still takes cells that every step would have to walk.
@@ -266,7 +266,7 @@ async def test_the_ledger_agrees_with_llama_after_everything(tiny_model: Callabl
 async def _cleared(core: EngineCore, index: int) -> None:
     """Positions that llama.cpp knows are those that the bookkeeping knows."""
     sequences = {s.sequence.index: s.sequence for s in (*core.cache.slots, *core.cache.checkpoints)}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while core.cache.busy:  # noqa: ASYNC110 - the core is another thread and sets no event for this
             await asyncio.sleep(0.01)
     assert core.loaded.last_position(index) == len(sequences[index]) - 1

@@ -114,7 +114,7 @@ async def test_of_idle_conversations_what_is_nobodys_is_put_away_first(
     async with running(model, slots=3, put_away_idle=True) as core:
         await run(core, prompt_of(model, FIRST, start=0), session="a")
         await run(core, prompt_of(model, FIRST, start=1))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not len(core.cache.host):  # noqa: ASYNC110 - the core is another thread and sets no event for this
                 await asyncio.sleep(0.01)
         assert [slot.sequence.origin.session for slot in core.cache.slots if len(slot.sequence)] == ["a"]
