@@ -18,6 +18,7 @@ import pytest
 from tests import synthetic_encoders
 from tests.engine_process import EngineProcess
 from tests.official_clients import openai_client
+from tests.paced_engine import PacedEngine
 from tests.synthetic_encoders import CLASS, SEPARATOR
 from tests.synthetic_gguf import SyntheticModel
 
@@ -25,11 +26,11 @@ WIDTH = 128
 
 
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PacedEngine]:
     folder = tmp_path_factory.mktemp("embedder")
     synthetic_encoders.write_bert(folder / "bert.gguf")
     settings = {"pooling": "mean", "context_tokens": 128, "max_body_bytes": 1 << 20, "queue_limit": 2}
-    with EngineProcess(folder, folder / "bert.gguf", **settings) as engine:
+    with PacedEngine(folder, folder / "bert.gguf", **settings) as engine:
         yield engine
 
 
@@ -171,13 +172,14 @@ def test_many_clients_at_once_get_each_their_own(embedder: EngineProcess) -> Non
     embedder.wait_idle()
 
 
-def test_a_client_that_goes_away_is_not_computed_for(embedder: EngineProcess) -> None:
+def test_a_client_that_goes_away_is_not_computed_for(embedder: PacedEngine) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", embedder.config.port, timeout=60)
-    connection.request("POST", "/v1/embeddings", json.dumps({"input": ["w1 " * 100] * 2048}).encode())
-    while not embedder.get("/slots")[0]["is_processing"]:
-        time.sleep(0.01)
-    connection.close()
-    embedder.wait_idle()
+    with embedder.slowed():
+        connection.request("POST", "/v1/embeddings", json.dumps({"input": ["w1 " * 100] * 2048}).encode())
+        while not embedder.get("/slots")[0]["is_processing"]:
+            time.sleep(0.01)
+        connection.close()
+        embedder.wait_idle()
     assert 'hydra_engine_requests_total{outcome="cancelled"} 1.0' in embedder.text("/metrics")
     assert len(vectors(embedder, input="w1")) == 1
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine_process import EngineProcess, free_port
 from tests.engines.runtime.plain_rpc import PlainClient, message
+from tests.paced_engine import PacedEngine
 from tests.synthetic_gguf import SyntheticModel
 
 SECRET = "a secret of more than sixteen bytes"
@@ -23,11 +24,11 @@ OK, NOT_FOUND, ERROR, PARTIAL, BUSY, BAD_REQUEST, NOT_IMPLEMENTED = range(7)
 @pytest.fixture(scope="module")
 def engine(
     tiny_model: Callable[..., SyntheticModel], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineProcess]:
+) -> Iterator[PacedEngine]:
     model = tiny_model("llama", tie_free=True, utf8_cycle=True)
     settings: dict[str, Any] = {"slots": 2, "queue_limit": 1, "context_tokens": 4096, "max_body_bytes": 1 << 20}
     settings |= {"rpc_port": free_port(), "rpc_secret": SECRET, "rpc_connections": 12, "rpc_stall_s": 5}
-    with EngineProcess(tmp_path_factory.mktemp("rpc"), model.path, **settings) as running:
+    with PacedEngine(tmp_path_factory.mktemp("rpc"), model.path, **settings) as running:
         yield running
         log = running.log_path.read_text()
         assert SECRET not in log
@@ -308,21 +309,22 @@ def test_a_slot_that_is_not_there_is_not_found(client: PlainClient) -> None:
         assert (answer.status, answer.meta["code"]) == (NOT_FOUND, "slot_not_found")
 
 
-def test_a_working_slot_is_busy_and_a_full_line_too(client: PlainClient, engine: EngineProcess) -> None:
+def test_a_working_slot_is_busy_and_a_full_line_too(client: PlainClient, engine: PacedEngine) -> None:
     state = client.ask(0x42, payload=chat(return_state=True)).payload
     working = [PlainClient(engine.config.rpc_port, SECRET) for _ in range(3)]
     try:
-        for other in working:
-            other.socket.sendall(message(0x43, payload=chat(max_tokens=3500)))
-            assert other.head()[0] == OK
-            while other is not working[-1] and b"token_ids" not in other.frame():
-                pass
-        for opcode, payload in ((0x30, b""), (0x31, state)):
-            answer = client.ask(opcode, key="0", payload=payload)
-            assert (answer.status, answer.meta["code"]) == (BUSY, "slot_busy")
-        assert client.ask(0x32, key="0").meta["is_processing"] is True
-        answer = client.ask(0x43, payload=chat())
-        assert (answer.status, answer.meta["code"]) == (BUSY, "queue_full")
+        with engine.slowed():
+            for other in working:
+                other.socket.sendall(message(0x43, payload=chat(max_tokens=3500)))
+                assert other.head()[0] == OK
+                while other is not working[-1] and b"token_ids" not in other.frame():
+                    pass
+            for opcode, payload in ((0x30, b""), (0x31, state)):
+                answer = client.ask(opcode, key="0", payload=payload)
+                assert (answer.status, answer.meta["code"]) == (BUSY, "slot_busy")
+            assert client.ask(0x32, key="0").meta["is_processing"] is True
+            answer = client.ask(0x43, payload=chat())
+            assert (answer.status, answer.meta["code"]) == (BUSY, "queue_full")
     finally:
         for other in working:
             other.socket.close()
