@@ -18,9 +18,11 @@ from engines.rpc_handoff import HandoffClient
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Mailbox
 from engines.runtime.handoff_choices import gone_on
+from engines.runtime.handoff_entry import free_slot
 from engines.runtime.handoff_in import ArrivingHandoffs
 from engines.runtime.handoff_out import LeavingHandoffs
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_marks import marks_of
 from engines.runtime.preparation import Preparation
 from engines.runtime.sampler import Sampler
 from engines.runtime.state_adopt import Adopting, adopting, begin_together
@@ -35,10 +37,11 @@ from engines.wire_handoff import (
     AskBody,
     BlockHead,
     HandoffBody,
+    PrefixMark,
 )
 from tests.engine_process import EngineProcess
 from tests.engines.runtime.handoff_pair import SECRET, engine_of
-from tests.engines.runtime.test_core import finished
+from tests.engines.runtime.test_core import finished, prompt_of, run
 from tests.engines.runtime.test_handoff_owner import HANDOFF, HeldAnswers, Reader, asked, followed, until
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.engines.runtime.test_state_follow import FENCE, SETTINGS, begun, endless, idle, rest_of, stopped
@@ -155,6 +158,29 @@ async def test_a_target_of_another_version_is_told_from_the_start(
         reader.close()
 
 
+async def test_what_arrives_takes_what_was_left_of_its_session_rather_than_anothers_slot(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model, slots=3) as (core, _):
+        for start, session in ((1, "other"), (2, "mine"), (3, "third")):
+            await run(core, prompt_of(model, 40, start), 4, session=session)
+        slots = {slot.sequence.origin.session: slot.index for slot in core.cache.slots}
+        cache = core.cache
+
+        def chosen(session: str, tenant: str = "", marks: tuple[PrefixMark, ...] = ()) -> int:
+            return free_slot(cache, AdoptBody("h", 1, session, tenant, "", 100, True, False, marks=marks))
+
+        oldest = slots["other"]
+        assert (chosen("unknown"), chosen("mine", tenant="abc")) == (oldest, oldest)
+        # What can be lent stays.
+        assert chosen("mine", marks=marks_of(prompt_of(model, 40, 2), 16)) == oldest
+        assert len(cache.slots[slots["mine"]].sequence) > 0
+        assert chosen("mine") == slots["mine"]
+        assert [slot.index for slot in cache.slots if not len(slot.sequence)] == [slots["mine"]]
+        assert chosen("third") == slots["mine"]
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 async def test_a_target_that_took_all_and_does_not_go_on_is_asked(
     tiny_model: Callable[..., SyntheticModel], slowly: None, *, goes_on: bool
@@ -174,6 +200,10 @@ async def test_a_target_that_took_all_and_does_not_go_on_is_asked(
         else:
             with pytest.raises(ProtocolBroken, match="does not go on"):
                 await leaving.move(body)
+        outcome = ("live", "ok") if goes_on else ("unknown", "protocol_broken")
+        labels = dict(zip(("direction", "kind", "outcome"), ("out", *outcome), strict=True))
+        assert core.metrics.registry.get_sample_value("hydra_engine_handoffs_total", labels) == 1
+        if not goes_on:
             await until(lambda: reader.events[-1] == f"stays {HANDOFF}")
             core.cancel(work)
             reader.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from engines.errors import StateInvalid
 from engines.runtime.arena import Arena
-from engines.runtime.handoff_shelf import Offering, Shelves
+from engines.runtime.handoff_shelf import Offering, Shelves, SourceShelves
 from engines.runtime.prefix_marks import longest_marked, marks_of
 from engines.runtime.state_forms import checksum_of
 from engines.runtime.state_snapshot import StatePiece
@@ -118,3 +120,24 @@ def test_marks_tell_how_much_of_a_beginning_is_the_same() -> None:
     assert longest_marked(tokens, ()) == 0
     assert longest_marked(tokens, (PrefixMark(64, marks[0].digest), PrefixMark(64, marks[0].digest))) == 0
     assert len(marks_of(list(range(100_000)), 64)) <= 256
+
+
+async def test_the_memory_of_an_engine_that_has_ended_is_let_go_of(tmp_path: Path) -> None:
+    shelves = Shelves(tmp_path)
+    sources = SourceShelves(shelves)
+    arena = Arena(SIZE_BYTES, tmp_path)
+    with Offering(arena) as offer:
+        shelf = await sources.take(offer)
+    assert shelf is not None
+    gone = asyncio.Event()
+    weakref.finalize(shelf, asyncio.get_running_loop().call_soon_threadsafe, gone.set)
+    sources._look_now()
+    assert len(shelves) == 1
+    arena.close()
+    del shelf
+    sources._look_now()
+    assert len(shelves) == 0
+    async with asyncio.timeout(60):
+        await gone.wait()
+    assert sources._look is None
+    assert await sources.take(None) is None

@@ -141,3 +141,51 @@ async def test_a_proof_that_fails_behind_a_job_is_raised_to_whoever_waits_for_it
         with pytest.raises(ZeroDivisionError):
             await lane.submit(lambda cache: 0, then=lambda result: 1 // result, quick=quick)
         assert np.array_equal(await lane.submit(lambda cache: np.arange(3), quick=quick), [0, 1, 2])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_a_piece_that_left_before_it_was_asked_for_is_the_one_that_is_given(
+    tiny_model: Callable[..., SyntheticModel], architecture: str
+) -> None:
+    model = tiny_model(architecture)
+    async with desk_of(model) as (core, desk):
+        desk._pairs_prove_apart = False
+        await run(core, prompt_of(model, 150), 8)
+        manifest, found = await laid_out(desk)
+        assert len(found) > 2
+        arena = (await desk.terms()).dock.arena
+        for prove, paired, left_early in (
+            (checksum_of, True, True),
+            (checksum_of, False, False),
+            (digest_of, True, False),
+        ):
+            async with await desk.export(0) as state:
+                state.begin()
+                begun = state._under_way[0]
+                given = []
+                async for exported in state.pieces(prove, paired=paired):
+                    assert not given or exported.buffer is not begun.buffer
+                    assert bool(given) or (exported.buffer is begun.buffer) == left_early
+                    assert exported.proof == prove(memoryview(exported.data.data))
+                    given.append((exported.piece, exported.data.tobytes()))
+                    exported.buffer.free()
+            assert given == list(zip(manifest.pieces, (data.tobytes() for data, _ in found), strict=True))
+        async with await desk.export(0) as state:
+            state.begin()
+        assert arena.free_bytes == arena.size_bytes
+
+
+async def test_where_cores_are_few_only_a_pairs_proofs_are_the_cores_threads_work(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    async with desk_of(tiny_model("llama")) as (core, desk):
+        desk._proves_apart, desk._pairs_prove_apart = True, False
+        dock: Dock = (await desk.terms()).dock
+        cores_thread = await core.perform(_thread_name)
+        seen = {}
+        for paired in (True, False):
+            lane = dock.lane(paired=paired)
+            seen[paired] = await lane.submit(
+                lambda cache: 0, then=lambda result: threading.current_thread().name, quick=True
+            )
+        assert seen[True] == cores_thread != seen[False]
