@@ -4,7 +4,8 @@ The two engines serve one model; the second computes prompts in smaller pieces, 
 prompt is answered by the second alone, by the first alone, and by both: its blocks leave while it is computed. `hidden_share`
 is the part of the state's bytes that had left before the first token was drawn; `ttft_vs_solo` the first token's time over that
 of the second engine alone, `ttft_vs_prefiller` over that of the first alone, and `gap_vs_step` the gap behind the first token,
-which the rest of the state needs, over a usual one. All at the longest context, the worst model counting.
+which the rest of the state needs, over a usual one. `slow_vs_fast` tells how unlike the two engines were: between alike ones a
+split gains nothing. All at the longest context, the worst model counting.
 
 `same_text` says that the split's answer is the first engine's own: its prompt was cut at the same places, and the state went over
 to the bit. The second engine alone rounds otherwise in pieces of another size, and random weights have near ties. So the engines
@@ -38,8 +39,8 @@ SECRET = "a secret of this bench alone"
 PATH = "/v1/chat/completions"
 ROOM_TOKENS = 256
 PATIENCE_S = 600.0
-# What makes the second engine's prompts slow on any device: pieces that are too small for it.
-SLOW = {"batch_tokens": 64, "micro_batch_tokens": 64}
+# What makes the second engine's prompts slow: pieces that are too small for its device.
+SLOW_TOKENS, SLOW_CPU_TOKENS = 64, 16
 COLUMNS = (
     "model", "tokens", "slow s", "fast s", "both s", "vs slow", "vs fast", "MB", "hidden", "gap ms", "steps", "same",
 )  # fmt: skip
@@ -105,6 +106,7 @@ def summary(splits: list[Split]) -> dict[str, Any]:
         "hidden_share": round(min(median([s.hidden_share for s in group]) or 0.0 for group in groups), 4),
         "ttft_vs_solo": round(max(median([s.both_s / s.slow_s for s in group]) or 0.0 for group in groups), 4),
         "ttft_vs_prefiller": round(max(median([s.both_s / s.fast_s for s in group]) or 0.0 for group in groups), 4),
+        "slow_vs_fast": round(min(median([s.slow_s / s.fast_s for s in group]) or 0.0 for group in groups), 2),
         "gap_vs_step": round(max(median([s.gap_s / s.step_s for s in group]) or 0.0 for group in groups), 2),
         "same_text": all(split.same_text for split in splits),
     }
@@ -116,7 +118,9 @@ class _Bench:
         self._contexts = sorted(int(text) for text in options.contexts.split(","))
         self._ports = (free_port(), free_port())
         common = dict(options.set)
-        own = (dict(options.set_prefill or ()), dict(options.set_decode) if options.set_decode else SLOW)
+        slow_tokens = SLOW_TOKENS if options.gpu_layers else SLOW_CPU_TOKENS
+        slow = {"batch_tokens": slow_tokens, "micro_batch_tokens": slow_tokens}
+        own = (dict(options.set_prefill or ()), dict(options.set_decode) if options.set_decode else slow)
         cells = self._contexts[-1] + options.answer + ROOM_TOKENS
         threads = compute_threads(options.threads)
         self._settings = [

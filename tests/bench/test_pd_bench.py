@@ -21,7 +21,7 @@ def test_the_last_line_tells_the_worst_model_at_the_longest_context() -> None:
     splits = [split(1_000, 3.0, 100), split(8_000, 1.0, 900), split(8_000, 1.2, 800, "other")]
     line = summary(splits)
     assert (line["hidden_share"], line["ttft_vs_solo"], line["ttft_vs_prefiller"]) == (0.8, 0.6, 1.2)
-    assert (line["gap_vs_step"], line["same_text"]) == (3.0, True)
+    assert (line["gap_vs_step"], line["slow_vs_fast"], line["same_text"]) == (3.0, 2.0, True)
     assert not summary([*splits, split(1_000, 1.0, 1, same_text=False)])["same_text"]
 
 
