@@ -147,18 +147,20 @@ class StateCodec:
             raise StateError(f"A block of position {start} cannot follow {len(sequence.cells)} positions.")
         if not self._cache.make_room(count):
             raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {count} are needed.")
-        scratch = self._scratch.index
+        # An empty sequence has nothing that reading would take away, so its first block need not pass through another one.
+        through_scratch = start > 0 and not self.ranges
         if self.ranges:
             entered = self._llama.append_from(sequence.index, block, queued=queued)
         else:
-            entered = self._llama.import_from(scratch, block, partial=False, queued=queued)
+            into = self._scratch if through_scratch else sequence
+            entered = self._llama.import_from(into.index, block, partial=False, queued=queued)
         if not entered:
             self.abandon(sequence)
             raise StateInvalid("llama.cpp refused a block of the state.")
         self._called(block.nbytes)
-        if not self.ranges:
-            self._llama.share_range(scratch, sequence.index, start, start + count)
-            self._llama.clear(scratch, count)
+        if through_scratch:
+            self._llama.share_range(self._scratch.index, sequence.index, start, start + count)
+            self._llama.clear(self._scratch.index, count)
         sequence.receive(count)
 
     def import_part(self, sequence: Sequence, tokens: int, part: Bytes) -> None:

@@ -1,8 +1,7 @@
-"""Checkpoints of a running generation that come in before it stops, each as its recurrent state or its window alone.
+"""Checkpoints of a running generation that come in before it stops, each as its recurrent state alone.
 
 They do not change while the generation goes on, so that they need not be sent while it stands still. The rows that belong to one
-come with the blocks: until all is there the state waits in its place, which nobody finds or takes. A recurrent state stays there
-as a checkpoint, a window joins the one that the generation stopped with (state_windows.py).
+come with the blocks: until all is there the state waits in its place, which nobody finds or takes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_order import MAX_CHECKPOINTS
 from engines.runtime.state_snapshot import StatePiece
-from engines.runtime.state_windows import join_window, meets_window, place_for_window
 
 
 class ComingCuts:
@@ -29,7 +27,7 @@ class ComingCuts:
     def announce(self, piece: StatePiece, codec: StateCodec, most_tokens: int) -> None:
         """Raises StateInvalid for one that cannot come now."""
         known = any(piece.end == other.end for other in self.pieces)
-        fits = piece.start == 0 < piece.end <= most_tokens and codec.layout.has_part
+        fits = piece.start == 0 < piece.end <= most_tokens and codec.layout.recurrent is not None
         if known or not fits or len(self.pieces) >= MAX_CHECKPOINTS:
             raise StateInvalid("A checkpoint came that cannot be one of the state's.")
         self.pieces.append(piece)
@@ -40,16 +38,10 @@ class ComingCuts:
         codec.layout.check_part(data, piece.end)
 
     def enter(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
-        is_window = codec.layout.recurrent is None
-        place = place_for_window(cache) if is_window else cache.checkpoint_place()
+        place = cache.checkpoint_place()
         if place is None:
             return  # fewer places than the sender had
-        if is_window:
-            if not codec.enters_alone(place.sequence, data):
-                place.sequence.clear()
-                return
-        else:
-            codec.enter_part(place.sequence, data)
+        codec.enter_part(place.sequence, data)
         place.leaving = True
         self._places.append((piece.end, place))
 
@@ -59,11 +51,6 @@ class ComingCuts:
         for cut, place in self._places:
             place.leaving = False
             sequence, llama = place.sequence, place.sequence.llama
-            if place in cache.window_places:
-                if meets_window(slot.sequence, cut):
-                    join_window(slot.sequence, sequence)
-                sequence.clear()
-                continue
             tokens = slot.sequence.tokens[:cut]
             mine = (
                 c.sequence for c in cache.checkpoints if c is not place and c.sequence.origin.tenant == origin.tenant

@@ -18,7 +18,6 @@ from types import TracebackType
 
 from engines.errors import EngineStopping, SessionNotHeld, SlotBusy, StateError, StateHasImages
 from engines.runtime.arena import Buffer
-from engines.runtime.cells import Sequence as TokenSequence
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.prefix import PrefixCache
@@ -33,7 +32,6 @@ from engines.runtime.state_order import MAX_CHECKPOINTS
 from engines.runtime.state_snapshot import VERSION, Manifest, StatePiece, captured, ended_choices, require_tellable
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, slot_look
-from engines.runtime.state_windows import held_window, prompt_cut, window_bytes
 
 log = logging.getLogger("hydra.engine.state")
 
@@ -122,9 +120,9 @@ class Leaving:
             self.sent_tokens = end
 
     async def unsent_cuts(self) -> list[StatePiece]:
-        """Its checkpoints that have not left, the shortest first: a recurrent state cannot go back without them, nor one that
-        forgets behind a window. While its prompt makes more of them only the first, since of the others some will give way."""
-        if not self._terms.layout.has_part:
+        """Its checkpoints that have not left, the shortest first: a recurrent state cannot go back without them. While its prompt
+        makes more of them only the first, since of the others some will give way."""
+        if self._terms.layout.recurrent is None:
             return []
 
         def look(cache: PrefixCache) -> Generator[None, None, list[StatePiece]]:
@@ -132,10 +130,6 @@ class Leaving:
             slot = self._slot(cache)
             if slot is None:
                 return []
-            if self._terms.layout.recurrent is None:
-                cut = prompt_cut(cache, slot.sequence, len(self._generation.prompt))
-                size_bytes = window_bytes(self._terms.dock.codec, slot.sequence, cut)
-                return [StatePiece("checkpoint", 0, cut, size_bytes)] if cut else []
             found = cache.checkpoints_of(slot.sequence.tokens, slot.sequence.origin)
             if any(cut > len(slot.sequence) for cut in self._generation.cuts):
                 found = found[:1]
@@ -154,8 +148,6 @@ class Leaving:
         def take(cache: PrefixCache) -> Bytes | None:
             slot = self._slot(cache)
             sequence = None if slot is None else slot.sequence
-            if sequence is not None and self._terms.layout.recurrent is None:
-                return self._taken_window(cache, sequence, piece, buffer.data)
             found = [] if sequence is None else cache.checkpoints_of(sequence.tokens, sequence.origin)
             for one in found:
                 if len(one.sequence) == piece.end and codec.part_bytes(one.sequence) == piece.size_bytes:
@@ -178,21 +170,6 @@ class Leaving:
             return None
         self._cuts.append(piece)
         return ExportedPiece(piece, buffer, *done)
-
-    def _taken_window(
-        self, cache: PrefixCache, sequence: TokenSequence, piece: StatePiece, buffer: Bytes
-    ) -> Bytes | None:
-        """None where it was overwritten meanwhile."""
-        codec = self._terms.dock.codec
-        place = held_window(cache, sequence, prompt_cut(cache, sequence, len(self._generation.prompt)))
-        if place is None:
-            return None
-        try:
-            fits = len(place.sequence) == piece.end and codec.part_bytes(place.sequence) == piece.size_bytes
-            return buffer[: codec.take_part(place.sequence, buffer)] if fits else None
-        finally:
-            place.leaving = False
-            place.sequence.clear()
 
     async def _exported(self, lane: Lane, piece: StatePiece, prove: Proof) -> ExportedPiece:
         coming = self._begun(lane, piece, prove, await self._terms.dock.arena.take(self._room_of(piece)))

@@ -160,6 +160,8 @@ class Arrival:
     """Positions of which the draft context has rows; None: drafts begin anew."""
     ids: Tokens | None = None
     """The same as `tokens`, where somebody has them as an array."""
+    others_run: bool = False
+    """Whether some generation ran in the engine when it began."""
 
     def check(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
         """Raises StateInvalid or StateIncompatible for what must not reach llama.cpp. On any thread."""
@@ -269,7 +271,7 @@ def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Depart
         raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
     seen = slot_look(cache, codec, slot)
     checkpoints = _checkpoints(cache, codec, slot)
-    window = held_window(cache, slot.sequence, earlier_cut(cache, slot.sequence))
+    window = held_window(cache, slot.sequence)
     for checkpoint in checkpoints:
         checkpoint.leaving = True
     if codec.layout.recurrent is None:
