@@ -56,12 +56,9 @@ def another_engine(variant: VariantView) -> Engine:
     return Engine.objects.create(name="on-the-card", **place, slots=1, context_tokens=256, threads=1)
 
 
-def test_a_card_is_named_by_its_place_or_its_driver(second: VariantView) -> None:
+def test_nothing_is_loaded_on_a_card_without_engines_of_a_host_that_gets_empty(second: VariantView) -> None:
     card = Gpu.objects.get(kind="cuda")
     assert [drains.named(DrainKind.CARD, name).id for name in ("here/cuda0", "GPU-1")] == [card.pk] * 2
-
-
-def test_nothing_is_loaded_on_a_card_without_engines_of_a_host_that_gets_empty(second: VariantView) -> None:
     begun("host")
     with pytest.raises(NoEngineReady, match="No engine serves") as refused:
         loading.want("second")
@@ -71,17 +68,14 @@ def test_nothing_is_loaded_on_a_card_without_engines_of_a_host_that_gets_empty(s
         variant_id=second.variant_id, host_id=there, path="/there.gguf", checked_at=timezone.now()
     )
     assert loading.want("second").node == "there"
-
-
-def test_it_is_loaded_there_once_that_serves_again(second: VariantView) -> None:
-    begun("host")
+    Engine.objects.filter(host_id=there).delete()
+    VariantFile.objects.all().delete()
     assert drains.serve_again(of("host"))
     assert loading.want("second").device == "here/cuda0"
 
 
-@pytest.mark.parametrize("kind", [DrainKind.ENGINE, DrainKind.CARD])
-def test_a_place_stays_closed_when_a_person_stops_its_engine_meanwhile(second: VariantView, kind: str) -> None:
-    drain_id = begun(kind)
+def test_a_place_stays_closed_when_a_person_stops_its_engine_meanwhile(second: VariantView) -> None:
+    drain_id = begun(DrainKind.CARD)
     assert drains.claim(drain_id, ME)
     stopped = {"state": "stopped", "wanted": "stopped", "stop_reason": StopReason.PERSON, "http_port": None}
     Engine.objects.update(**stopped)
