@@ -325,13 +325,20 @@ async def test_a_stream_can_be_stopped_before_the_engine_says_anything(engine: P
     assert await in_db(lambda: list(Turn.objects.values_list("state", flat=True))) == ["cancelled"] * asked
 
 
-async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engine(engine: PacedEngine) -> None:
-    ids = [uuid.uuid4(), uuid.uuid4()]
+async def left_behind(*ids: uuid.UUID, ends_session: bool = False) -> None:
+    """Streams that a replica read which is lost."""
     lost = StreamShelf()
     for request_id in ids:
-        about = Shelved(str(request_id), request_id.hex * 2, "", CALL.dialect.path, time.time())
+        about = Shelved(
+            str(request_id), request_id.hex * 2, "", CALL.dialect.path, time.time(), ends_session=ends_session
+        )
         lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
     await lost.close()
+
+
+async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engine(engine: PacedEngine) -> None:
+    ids = [uuid.uuid4(), uuid.uuid4()]
+    await left_behind(*ids)
     desk = StreamDesk()
     engine.is_mute = True
     waiting = [asyncio.create_task(desk.found(ME.owner, str(ids[0]))) for _ in range(2)]
@@ -351,10 +358,7 @@ async def test_who_takes_a_lost_replicas_stream_does_not_wait_for_anothers_engin
 
 async def test_a_replica_without_place_takes_no_stream_from_another(engine: PacedEngine) -> None:
     request_id = uuid.uuid4()
-    lost = StreamShelf()
-    about = Shelved(str(request_id), request_id.hex * 2, "", CALL.dialect.path, time.time())
-    lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
-    await lost.close()
+    await left_behind(request_id)
     full, roomy = StreamDesk(StreamBounds(streams_per_owner=1)), StreamDesk()
     running = await full.begin(CALL, ME, "")
     with pytest.raises(TooManyStreams):
@@ -383,11 +387,8 @@ async def test_a_stream_that_came_back_is_not_forgotten_for_the_one_that_went(en
 
 
 async def test_a_taken_stream_still_ends_its_session(engine: PacedEngine) -> None:
-    lost, request_id = StreamShelf(), uuid.uuid4()
-    where = CALL.dialect.path
-    about = Shelved(str(request_id), ME.key_hash, "", where, time.time(), ends_session=True)
-    lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
-    await lost.close()
+    request_id = uuid.uuid4()
+    await left_behind(request_id, ends_session=True)
     engine.allow(40)
     desk = StreamDesk()
     async with asyncio.timeout(PATIENCE_S):
