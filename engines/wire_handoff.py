@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from engines import api_constraint
 
-# How a move's exchanges and manifest are written. Engines that say nothing of it are of form 1.
-FORM = 2
+# How a move's exchanges and manifest are written. Engines that say nothing of it are of form 1; form 2 has no windows as
+# checkpoints.
+FORM = 3
 # In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits).
 PLACE = struct.Struct("<Q16s")
 # An exchange brings at most so many; places that are none fill one up that ends before it has as many as were announced.
@@ -103,12 +104,14 @@ class AdoptBody:
 @dataclass(frozen=True)
 class AdoptAnswer:
     """The slot that was taken, or of an idle conversation that comes as a stream will be. `on_shelf`: pieces are taken from the
-    offered memory. The first `held_tokens` are there and are not sent. `form` is the one that the target takes."""
+    offered memory. The first `held_tokens` are there and are not sent. `form` is the one that the target takes. `others_run`:
+    somebody's answer is written there, so that pieces should be small."""
 
     slot_id: int
     on_shelf: bool = False
     held_tokens: int = 0
     form: int = 1
+    others_run: bool = False
 
 
 @dataclass(frozen=True)

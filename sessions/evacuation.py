@@ -21,7 +21,7 @@ from engines.errors import EngineUnreachable
 from engines.rates_view import EngineRates
 from engines.services import EngineEndpoint
 from pools.db import in_db
-from sessions import handoffs
+from sessions import handoffs, kv_losses
 from sessions.choices import HandoffState
 from sessions.models import ChatSession, SlotLease
 
@@ -33,6 +33,8 @@ UNKNOWN = "nobody knows whose it is: its rows are gone"
 NO_STATE = "its engine gives no state away"
 NOBODY_SHARES = "no other engine may share this engine's state"
 TOO_LONG = "it is longer than the context of every other engine"
+UNMEASURED = "what its state loses in the other engines' quants was not measured"
+LOSSY = "its state would lose more in the other engines' quants than its model allows"
 NO_CELLS = "what runs on the other engines leaves no room for it"
 NO_SLOT = "every slot of the other engines works"
 # These may pass by themselves.
@@ -123,11 +125,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Known:
-    """What rows say: of conversations their keys and titles, which of them run where, and what moves of a model cost so far."""
+    """What rows say: of conversations their keys and titles, which of them run where, what moves of a model cost so far, and what
+    is lost between two quants' engines (KL in nats, by variants)."""
 
     chats: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     running: frozenset[tuple[int, str]] = frozenset()
     costs: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    losses: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 async def preview(leaving: Collection[int]) -> Preview:
@@ -139,7 +143,7 @@ async def preview(leaving: Collection[int]) -> Preview:
     answered = {one.engine_id for one, place in zip(asked, answers, strict=True) if place is not None}
     places = [place for place in answers if isinstance(place, Place)]
     sources = [place for place in places if place.endpoint.engine_id in leaving]
-    known = await in_db(_known, sources)
+    known = await in_db(_known, sources, places)
     silent = await in_db(_silent, [engine_id for engine_id in leaving if engine_id not in answered])
     return Preview(tuple(planned(sources, [one for one in places if one not in sources], known)), silent)
 
@@ -167,7 +171,7 @@ def planned(sources: Sequence[Place], others: Sequence[Place], known: Known) -> 
             if move.running or not (session in elsewhere or kept >= tokens):
                 found.append((place, move))
     found.sort(key=lambda one: not one[1].running)
-    return [_placed(source, move, others) for source, move in found]
+    return [_placed(source, move, others, known.losses) for source, move in found]
 
 
 def _described(place: Place, session: str, tokens: int, known: Known) -> PlannedMove:
@@ -193,9 +197,13 @@ def _described(place: Place, session: str, tokens: int, known: Known) -> Planned
     )
 
 
-def _placed(source: Place, move: PlannedMove, others: Sequence[Place]) -> PlannedMove:
+def _placed(
+    source: Place, move: PlannedMove, others: Sequence[Place], losses: Mapping[tuple[int, int], float]
+) -> PlannedMove:
     alike = [place for place in others if place.rates.streams_kv and _may_share(place, source)]
-    fitting = [place for place in alike if place.rates.context_tokens > move.tokens]
+    known = [place for place in alike if _loss(source, place, losses) is not None]
+    near = [place for place in known if (_loss(source, place, losses) or 0.0) <= source.endpoint.most_kv_loss]
+    fitting = [place for place in near if place.rates.context_tokens > move.tokens]
     needed = move.tokens + (ROOM_TOKENS if move.running else 0)
     free = [place for place in fitting if place.free_slots > 0]
     roomy = [place for place in free if place.room_tokens >= min(needed, place.rates.context_tokens)]
@@ -203,6 +211,8 @@ def _placed(source: Place, move: PlannedMove, others: Sequence[Place]) -> Planne
         (move.chat_id is None, UNKNOWN),
         (not source.rates.streams_kv, NO_STATE),
         (not alike, NOBODY_SHARES),
+        (not known, UNMEASURED),
+        (not near, LOSSY),
         (not fitting, TOO_LONG),
         (not free, NO_SLOT),
         (not roomy, NO_CELLS),
@@ -211,13 +221,26 @@ def _placed(source: Place, move: PlannedMove, others: Sequence[Place]) -> Planne
         return replace(move, reason=reason)
     best = max(
         roomy,
-        key=lambda place: (place.rates.free_slots > place.coming, place.unused_tokens >= needed, place.room_tokens),
+        key=lambda place: (
+            # In its own quant nothing is lost; an answer that runs may become as long as the context that it was promised.
+            place.endpoint.variant_id == source.endpoint.variant_id,
+            not move.running or place.rates.context_tokens >= source.rates.context_tokens,
+            place.rates.free_slots > place.coming,
+            place.unused_tokens >= needed,
+            place.room_tokens,
+        ),
     )
     displaces = best.unused_tokens < needed
     best.coming_tokens += needed
     best.coming_running += move.running
     best.coming += 1
     return replace(move, target=best.endpoint.name, target_id=best.endpoint.engine_id, displaces=displaces)
+
+
+def _loss(source: Place, target: Place, losses: Mapping[tuple[int, int], float]) -> float | None:
+    """What a state loses there, in nats; None where nobody has measured it."""
+    ends = source.endpoint.variant_id, target.endpoint.variant_id
+    return 0.0 if ends[0] == ends[1] else losses.get(ends)
 
 
 def _may_share(one: Place, other: Place) -> bool:
@@ -240,7 +263,7 @@ async def _place(endpoint: EngineEndpoint) -> Place | str | None:
     return "" if rates is None else Place(endpoint, rates, slots)
 
 
-def _known(sources: Sequence[Place]) -> Known:
+def _known(sources: Sequence[Place], places: Sequence[Place]) -> Known:
     ids = [place.endpoint.engine_id for place in sources]
     keys = {session for place in sources for session in place.rates.sessions}
     leases = SlotLease.objects.filter(Q(engine_id__in=ids) | Q(session__in=keys), expires_at__gt=Now())
@@ -248,8 +271,12 @@ def _known(sources: Sequence[Place]) -> Known:
     keys |= {session for _, session in running}
     rows = ChatSession.objects.filter(key_hash__in=keys).values_list("key_hash", "pk", "title")
     models = {place.endpoint.model_name for place in sources}
+    variants = {place.endpoint.variant_id for place in places if place.endpoint.kv_family}
     return Known(
-        {key: (pk, title) for key, pk, title in rows}, running, {model: _costs(model) for model in sorted(models)}
+        {key: (pk, title) for key, pk, title in rows},
+        running,
+        {model: _costs(model) for model in sorted(models)},
+        kv_losses.among(variants) if len(variants) > 1 else {},
     )
 
 

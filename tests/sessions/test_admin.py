@@ -128,6 +128,7 @@ def test_a_models_template_and_pooling_can_be_edited_and_a_broken_template_is_re
         "kv_type_k": "f16",
         "kv_type_v": "f16",
         "run_mode": "fast",
+        "draft_tokens": "4",
         "most_kv_loss": "0.05",
     }
     fields |= {f"variants-{key}_FORMS": "0" for key in ("TOTAL", "INITIAL", "MIN_NUM", "MAX_NUM")}

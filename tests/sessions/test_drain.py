@@ -118,6 +118,36 @@ def test_what_is_elsewhere_already_needs_no_move_unless_it_runs() -> None:
     assert move.target == "cpu-1"
 
 
+def in_quant(quant: int, number: int, **rates: Any) -> Place:
+    made = place(number, **rates)
+    family = {"variant_id": quant, "kv_family": "quants", "most_kv_loss": 0.1}
+    return replace(made, endpoint=replace(made.endpoint, **family))
+
+
+def test_a_conversation_keeps_its_quant_where_it_can_and_else_goes_only_where_little_is_lost() -> None:
+    sources = [in_quant(1, 0, sessions={"a": 10})]
+    own, other = in_quant(1, 1, resident_tokens=8192), in_quant(2, 2)
+
+    def moved(others: list[Place], **losses: float) -> evacuation.PlannedMove:
+        facts = replace(known("a"), losses={(1, 2): losses["loss"]} if losses else {})
+        (move,) = evacuation.planned(sources, others, facts)
+        return move
+
+    assert moved([other, own], loss=0.01).target == "cpu-1"
+    assert moved([other], loss=0.01).target == "cpu-2"
+    assert moved([other]).reason == evacuation.UNMEASURED
+    assert moved([other], loss=0.2).reason == evacuation.LOSSY
+
+
+def test_an_answer_that_runs_goes_where_it_may_become_as_long() -> None:
+    sources = [place(0, sessions={"a": 10}, context_tokens=4096)]
+    shorter, longer = place(1, context_tokens=2048), place(2, context_tokens=4096, resident_tokens=8192)
+    (move,) = evacuation.planned(sources, [shorter, longer], known("a", running=("a",)))
+    assert move.target == "cpu-2"
+    (move,) = evacuation.planned(sources, [shorter, longer], known("a"))
+    assert move.target == "cpu-1"
+
+
 # --- real engines -------------------------------------------------------------------------------------
 
 
