@@ -43,7 +43,8 @@ def _until_waiting(count: int) -> None:
 def _waiting() -> int:
     """Transactions of this database that wait for another's rows."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_stat_clear_snapshot()")  # Else who runs is what it was at the transaction's first look.
+        # Else who runs is what it was at the transaction's first look.
+        cursor.execute("SELECT pg_stat_clear_snapshot()")
         cursor.execute(
             "SELECT count(DISTINCT waiter.pid) FROM pg_locks waiter JOIN pg_stat_activity one USING (pid)"
             " WHERE NOT waiter.granted AND one.datname = current_database()"
