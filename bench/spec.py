@@ -5,6 +5,10 @@ an arc for each rate. All servers live at once and are measured in turn, so that
 drafts is a server of its own, since a draft head costs something even where it is not asked. Forms are compared round by round,
 since a card's clock changes more from one minute to the next than the forms differ: a ratio is the median of its rounds.
 
+With `--limit-s` the cells take turns in an order drawn for each round, until the time is over; a cell counts with its whole
+rounds, and the last line says how many cells have one. `--clock processor` compares by the servers' processor time, for a
+machine that has other work too.
+
 `--simulate` asks only for the choice of the length, on simulated devices (bench/spec_simulation.py).
 """
 
@@ -16,7 +20,8 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +35,10 @@ import numpy.typing as npt
 from bench import spec_simulation
 from bench.errors import BenchError
 from bench.load import Request, client_session, drive
-from bench.measures import steady_rate, whole_rate
 from bench.models import set_wrong_drafts, text_circle
 from bench.report import print_table
-from bench.servers import FORMS, HYDRA, ServerSettings, compute_threads, model_path, serving
+from bench.servers import FORMS, HYDRA, Running, ServerSettings, compute_threads, model_path, serving
+from bench.spec_clock import CLOCKS, ProcessorClock, speed
 from bench.vocabulary import qwen35
 
 LENGTHS = [0, 1, 2, 3, 4]
@@ -50,8 +55,12 @@ class Variant:
     """One way to answer: the server that does, and what its requests say beside the prompt."""
 
     name: str
-    base_url: str
+    server: Running
     extra: Mapping[str, Any]
+
+    @property
+    def base_url(self) -> str:
+        return self.server.base_url
 
 
 class Rates:
@@ -96,6 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="drafts of llama-server, a life each; 0: leave it out",
     )
     parser.add_argument("--peer-form", choices=FORMS, default="default+bare", help="of llama-server")
+    parser.add_argument("--limit-s", type=float, help="time for all of it; cells take turns for as long as it lasts")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: of the servers' processor time")
     parser.add_argument("--out", type=Path, help="file for all details as JSON")
     parser.add_argument("--changes", action="store_true", help="also answers whose acceptance changes in the middle")
     parser.add_argument("--simulate", action="store_true", help="the choice of the length alone, without any model")
@@ -113,6 +124,7 @@ def _shares(text: str) -> list[float]:
 
 def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
     """Measures, prints the table, and returns the object of the last line."""
+    ends_at = time.monotonic() + options.limit_s if options.limit_s else None
     if options.simulate:
         return spec_simulation.run(options.seeds, options.answer_tokens)
     if max(options.lengths) < 1:
@@ -128,12 +140,14 @@ def run(options: argparse.Namespace, peer: Path | None) -> dict[str, Any]:
     rates = Rates()
     options.logs.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as servers:
-        asyncio.run(_measure(_variants(options, model, peer, servers), arcs, options, rates))
+        variants = _variants(options, model, peer, servers)
+        asyncio.run(Measuring(variants, arcs, options, rates).until(ends_at))
     _print(options, rates)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([[*key, *values] for key, values in rates.rounds.items()], indent=1))
-    return last_line(options, rates)
+    answer = last_line(options, rates)
+    return answer if ends_at is None else {**answer, **_reached(options, list(arcs), rates)}
 
 
 def _passages(arcs: Mapping[str, npt.NDArray[np.int64]], new_tokens: int) -> dict[str, npt.NDArray[np.int64]]:
@@ -149,9 +163,9 @@ def _passages(arcs: Mapping[str, npt.NDArray[np.int64]], new_tokens: int) -> dic
 def _variants(
     options: argparse.Namespace, model: Path, peer: Path | None, servers: contextlib.ExitStack
 ) -> list[Variant]:
-    def started(form: str, engine: dict[str, Any], *flags: str) -> str:
+    def started(form: str, engine: dict[str, Any], *flags: str) -> Running:
         settings = _settings(options, model, peer, engine, flags)
-        return servers.enter_context(serving(form, settings, options.logs)).base_url
+        return servers.enter_context(serving(form, settings, options.logs))
 
     plain = started(HYDRA, {"speculation": "none"})
     drafting = started(HYDRA, {"speculation": "mtp", "draft_tokens": max(options.lengths)})
@@ -159,8 +173,8 @@ def _variants(
     theirs = []
     for length in filter(None, options.peer_lengths if peer else []):
         # It does not heed a request's own length.
-        url = started(options.peer_form, {}, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length))
-        theirs.append(Variant(f"{PEER} {length}", url, {}))
+        server = started(options.peer_form, {}, "--spec-type", "draft-mtp", "--spec-draft-n-max", str(length))
+        theirs.append(Variant(f"{PEER} {length}", server, {}))
     # Ours that are compared with each other stand side by side.
     return [*fixed, Variant(NONE, plain, {}), Variant(AUTO, drafting, {}), *theirs]
 
@@ -181,40 +195,67 @@ def _settings(
     )
 
 
-async def _measure(
-    variants: list[Variant],
-    arcs: Mapping[str, npt.NDArray[np.int64]],
-    options: argparse.Namespace,
-    rates: Rates,
-) -> None:
-    async with client_session() as session:
-        for acceptance, tokens in arcs.items():
-            for streams in options.streams:
-                for variant in variants:
-                    # An engine knows from its traffic what drafts are worth: auto has seen as much as is then measured.
-                    count = options.new_tokens if variant.name == AUTO else WARM_UP_TOKENS
-                    await drive(session, variant.base_url, _requests(variant, tokens, streams, count, options, "warm"))
-            for round_index in range(options.rounds):
-                for streams in options.streams:
-                    await _round(session, variants, tokens, (acceptance, streams), options, round_index, rates)
+class Measuring:
+    """All variants of all cells, whose speeds go to `rates`."""
 
+    def __init__(
+        self,
+        variants: list[Variant],
+        arcs: Mapping[str, npt.NDArray[np.int64]],
+        options: argparse.Namespace,
+        rates: Rates,
+    ) -> None:
+        self._variants, self._arcs, self._options, self._rates = variants, arcs, options, rates
+        # What has been warmed up: forms that choose nothing once for each number of streams, the others for each arc.
+        self._warm: set[tuple[str, int]] = set()
+        self._arc = ""
 
-async def _round(
-    session: aiohttp.ClientSession,
-    variants: list[Variant],
-    tokens: npt.NDArray[np.int64],
-    cell: tuple[str, int],
-    options: argparse.Namespace,
-    round_index: int,
-    rates: Rates,
-) -> None:
-    acceptance, streams = cell
-    for variant in variants if round_index % 2 == 0 else reversed(variants):
-        requests = _requests(variant, tokens, streams, options.new_tokens, options, round_index)
-        records = await drive(session, variant.base_url, requests)
-        rate = steady_rate(records) or whole_rate(records)
-        rates.add(acceptance, streams, variant.name, rate)
-        print(f"  {acceptance} {variant.name} × {streams}: {rate:.1f} tok/s", file=sys.stderr, flush=True)
+    async def until(self, ends_at: float | None) -> None:
+        """Measures until all rounds are done or, by the monotonic clock, the time is over; a cell that is cut short then does
+        not count."""
+        left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
+        async with client_session() as session:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    for arc, round_index in self._turns(in_turn=ends_at is not None):
+                        for streams in self._options.streams:
+                            await self._cell(session, arc, streams, round_index)
+
+    def _turns(self, *, in_turn: bool) -> Iterator[tuple[str, int]]:
+        """Arcs with the numbers of their rounds: one arc after the other, or all of them in turn, in another order each round."""
+        rounds, names = range(self._options.rounds), list(self._arcs)
+        if not in_turn:
+            yield from ((arc, index) for arc in names for index in rounds)
+            return
+        for index in rounds:
+            order = random.Random(index).sample(names, len(names))
+            yield from ((arc, index) for arc in order)
+
+    async def _cell(self, session: aiohttp.ClientSession, arc: str, streams: int, round_index: int) -> None:
+        if arc != self._arc:
+            self._warm = {(name, count) for name, count in self._warm if name != AUTO}
+            self._arc = arc
+        measured = {}
+        for variant in self._variants if round_index % 2 == 0 else reversed(self._variants):
+            await self._warm_up(session, variant, streams)
+            count = self._options.new_tokens
+            requests = _requests(variant, self._arcs[arc], streams, count, self._options, round_index)
+            clock = ProcessorClock(variant.server.pid) if self._options.clock == "processor" else None
+            async with clock.running() if clock else contextlib.nullcontext():
+                records = await drive(session, variant.base_url, requests)
+            measured[variant.name] = rate = speed(records, clock)
+            print(f"  {arc} {variant.name} × {streams}: {rate:.1f} tok/s", file=sys.stderr, flush=True)
+        for name, rate in measured.items():
+            self._rates.add(arc, streams, name, rate)
+
+    async def _warm_up(self, session: aiohttp.ClientSession, variant: Variant, streams: int) -> None:
+        if (variant.name, streams) in self._warm:
+            return
+        # An engine knows from its traffic what drafts are worth: auto has seen as much as is then measured.
+        count = self._options.new_tokens if variant.name == AUTO else WARM_UP_TOKENS
+        requests = _requests(variant, self._arcs[self._arc], streams, count, self._options, "warm")
+        await drive(session, variant.base_url, requests)
+        self._warm.add((variant.name, streams))
 
 
 def _requests(
@@ -252,6 +293,21 @@ def last_line(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     return answer
 
 
+def _reached(options: argparse.Namespace, arcs: list[str], rates: Rates) -> dict[str, Any]:
+    """How much of what was asked for the time was enough for."""
+    rounds = {
+        (arc, streams): len(rates.rounds.get((arc, streams, AUTO), [])) for arc in arcs for streams in options.streams
+    }
+    missing = [f"{arc} × {streams}" for (arc, streams), count in rounds.items() if not count]
+    if missing:
+        print(f"{options.limit_s:.0f} s were not enough for: {', '.join(missing)}")
+    return {
+        "cells_measured": len(rounds) - len(missing),
+        "cells": len(rounds),
+        "rounds": [min(rounds.values()), max(rounds.values())],
+    }
+
+
 def _least(ratios: Iterable[float | None]) -> float | None:
     return min((round(ratio, 4) for ratio in ratios if ratio), default=None)
 
@@ -262,4 +318,5 @@ def _print(options: argparse.Namespace, rates: Rates) -> None:
     for acceptance, streams in rates.cells:
         values = [rates.of(acceptance, streams, form) for form in forms]
         rows.append([acceptance, str(streams), *("–" if v is None else f"{v:.1f}" for v in values)])
-    print_table(f"{options.model}: tokens/s by draft length", ["acceptance", "streams", *forms], rows)
+    unit = "tokens/s" if options.clock == "wall" else "tokens per second of processor time"
+    print_table(f"{options.model}: {unit} by draft length", ["acceptance", "streams", *forms], rows)

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from engines.runtime.draft_costs import DraftingCosts, StepCosts
 
-# How long trials count: those that a choice rests on, and those that may contradict them.
-LONG_MEMORY, RECENT_MEMORY = 0.995, 0.97
-# So many standard deviations apart, the recent trials are believed and the earlier ones forgotten.
-CONTRADICTION = 3.0
+# How long trials count: those that a choice rests on, and those that may contradict them, for a small change and for a large one.
+LONG_MEMORY, RECENT_MEMORY, LATEST_MEMORY = 0.995, 0.97, 0.85
+# So many standard deviations apart, the recent trials, or the latest, are believed and the earlier ones forgotten.
+CONTRADICTION, LATEST_CONTRADICTION = 3.0, 3.0
 # As many imagined trials stand for what is known of the engine's other generations, once it has seen some; of a new engine for
 # what heads mostly reach.
 PRIOR_TRIALS = 16.0
@@ -27,13 +27,16 @@ FIRST_RUN_STEPS, RUN_STEPS = 3, 24
 # was seen it is taken for a step.
 SETTLING_STEPS = 5
 CHANGE_GAIN = 0.2
-# While nothing is drafted, so many tokens are drafted now and then and only compared with what is drawn, so that the steps keep
-# their shape: at the start as nothing is known, then after so many steps, twice as many each time it still would not pay; more of
-# them as long as good luck would make it pay. Looks get at most this share of the time, and none where even right drafts lose.
-PATIENCE_STEPS = 128
-MAX_PATIENCE_STEPS = 1024
+# While nothing is drafted, a token is drafted now and then and only compared with what is drawn, so that the steps keep their
+# shape: several as drafts stop or nothing is known, more of them as long as good luck would make drafts pay. Later one as soon as
+# so many steps have gone by and looks had less than their share of the time since an engine's first steps (a few are saved up);
+# and further ones at once while they are luckier than was to be expected, and would pay if that were no luck. None where even
+# right drafts lose.
 LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 48
-LOOK_SHARE = 0.005
+LOOK_STEPS, MOST_LUCKY_STEPS = 16, 8
+LOOK_SHARE = 0.0075
+FIRST_STEPS = 96
+SAVED_LOOKS = 4
 LUCK_DEVIATIONS = 1.0
 # Another length must promise this much more, or the choice would flicker between equals; and where the steps' shape changes
 # only for it, win back what the change costs within the tokens that are still to be expected: as many as were made, between
@@ -51,22 +54,28 @@ class Acceptance:
     def __init__(self) -> None:
         self._trials = self._hits = 0.0
         self._recent_trials = self._recent_hits = 0.0
+        self._latest_trials = self._latest_hits = 0.0
 
-    def saw(self, tried: int, accepted: int) -> None:
-        """Of a draft, `accepted` tokens were right and `tried` were looked at, the first wrong one included."""
+    def saw(self, tried: int, accepted: int) -> bool:
+        """Of a draft, `accepted` tokens were right and `tried` were looked at, the first wrong one included. True where that
+        contradicts all that was before."""
         for trial in range(tried):
             hit = trial < accepted
             self._trials = self._trials * LONG_MEMORY + 1
             self._hits = self._hits * LONG_MEMORY + hit
             self._recent_trials = self._recent_trials * RECENT_MEMORY + 1
             self._recent_hits = self._recent_hits * RECENT_MEMORY + hit
-        if tried and self._is_contradicted():
-            self._trials, self._hits = self._recent_trials, self._recent_hits
-
-    def _is_contradicted(self) -> bool:
+            self._latest_trials = self._latest_trials * LATEST_MEMORY + 1
+            self._latest_hits = self._latest_hits * LATEST_MEMORY + hit
+        if not tried:
+            return False
         rate = (self._hits + 1) / (self._trials + 2)
-        deviation = math.sqrt(rate * (1 - rate) / self._recent_trials)
-        return abs(self._recent_hits / self._recent_trials - rate) > CONTRADICTION * deviation
+        if _differs(self._latest_hits, self._latest_trials, rate, LATEST_CONTRADICTION):
+            self._recent_trials, self._recent_hits = self._latest_trials, self._latest_hits
+        elif not _differs(self._recent_hits, self._recent_trials, rate, CONTRADICTION):
+            return False
+        self._trials, self._hits = self._recent_trials, self._recent_hits
+        return True
 
     def rate(self, prior: float, trials: float = PRIOR_TRIALS) -> float:
         """`prior` counts as so many trials of its own."""
@@ -86,6 +95,8 @@ class DraftLength:
         self.steps = StepCosts()
         self.drafting = DraftingCosts()
         self.chosen = 0
+        # The speed of the last choice over that of steps without drafts, as it was expected to be.
+        self.gain = 1.0
         self._all = Acceptance()
         self._count = 0
         self._bounds: Sequence[int] = ()
@@ -98,12 +109,19 @@ class DraftLength:
         self._changing_s = 0.0
         # What changes have cost beyond the steps themselves; None before the first.
         self._change_s: float | None = None
-        # Steps without drafts since the last look, and until the next; steps of a look that are left, and trials of it so far.
+        # Looks that are to come now, and whether the last step had one; trials of those that followed a stop.
+        self._looking = self._look_trials = 0
+        self._has_looked = False
+        # Trials of the other looks in a row, how many were right, and how many were to be expected, with its variance.
+        self._seen = self._right = 0
+        self._expected = self._variance = 0.0
+        # Whether right drafts would pay, where steps without make so many tokens per second.
+        self._looks_pay = False
+        self._rest = 0.0
+        # Steps without a draft since the last look; what looks may take by now, and what one takes.
         self._idle = 0
-        self._patience = 0
-        self._looking = 0
-        self._look_trials = 0
-        self._look_s = 0.0
+        self._allowed_s = self._look_s = 0.0
+        self._age_steps = 0
         # Whether the last decision was for drafts.
         self._stopped = False
 
@@ -130,7 +148,9 @@ class DraftLength:
         self._left -= 1
         if self.chosen == 0:
             self._idle += 1
-            self._looking = max(0, self._looking - 1)
+            if not self._looking and (self._is_lucky() or self._is_time_to_look()):
+                self._looking = 1
+        self._has_looked = False
         return min(self.chosen, longest)
 
     @property
@@ -156,34 +176,44 @@ class DraftLength:
         self._run = FIRST_RUN_STEPS if self._rows == 0 or best != self.chosen else min(2 * self._run, RUN_STEPS)
         self._left = self._run
         self.chosen, self._count = best, count
+        self.gain = speeds[best] / speeds[0]
         if best:
-            self._idle, self._patience, self._looking, self._look_trials, self._stopped = 0, PATIENCE_STEPS, 0, 0, True
+            self._idle, self._looking, self._look_trials, self._stopped = 0, 0, 0, True
         elif not self._looking:
             self._plan_look(rates, hopes[0])
 
     def _plan_look(self, rates: Sequence[float], rest: float) -> None:
         """Whether to look now at what drafts would be worth, where steps without them make `rest` tokens per second or less."""
         stopped, self._stopped = self._stopped, False
-        lucky = self._pays([min(1.0, rate + self._luck(rate)) for rate in rates], rest)
-        if self._look_trials or stopped:
+        self._rest, self._looks_pay = rest, self._pays([1.0] * len(rates), rest)
+        if not self._look_s:
+            goes_on = self._looks_pay
+        elif self._look_trials or stopped:
+            lucky = self._pays([min(1.0, rate + self._luck(rate)) for rate in rates], rest)
             goes_on = lucky and self._look_trials < MOST_LOOK_TRIALS
-        elif self._idle < self._patience:
-            return
         else:
-            goes_on = self._pays([1.0] * len(rates), rest)
+            return
         if goes_on:
-            steps = math.ceil(LOOK_TRIALS / len(rates))
+            steps = self._looking = math.ceil(LOOK_TRIALS / len(rates))
             self._look_trials += steps * len(rates)
-            # One more, as it is counted down before a step asks whether to look.
-            self._looking = self._left = 1 + steps
-        elif not stopped:
-            self._rest_from_looks(len(rates))
+            self._left = 1 + steps
+        else:
+            self._look_trials = 0
 
-    def _rest_from_looks(self, count: int) -> None:
-        step_s = self.steps.seconds(count)
-        enough = self._look_s / (LOOK_SHARE * step_s) if step_s else 0.0
-        self._idle, self._look_trials, self._look_s = 0, 0, 0.0
-        self._patience = max(min(2 * self._patience, MAX_PATIENCE_STEPS), PATIENCE_STEPS, math.ceil(enough))
+    def _is_time_to_look(self) -> bool:
+        if not self._looks_pay or self._idle < LOOK_STEPS or self._allowed_s < self.drafting.seconds(self._count, 1):
+            return False
+        self._seen = self._right = 0
+        self._expected = self._variance = 0.0
+        return True
+
+    def _is_lucky(self) -> bool:
+        """Whether the last looks were right so often that drafts may have begun to pay."""
+        if not self._has_looked or self._look_trials or not 0 < self._seen < MOST_LUCKY_STEPS * self._count:
+            return False
+        if self._right - self._expected <= LUCK_DEVIATIONS * math.sqrt(self._variance):
+            return False
+        return self._pays([self._right / self._seen] * self._count, self._rest)
 
     def _pays(self, rates: Sequence[float], rest: float) -> bool:
         return any(self._speed(rates, length) > rest for length in range(1, self.longest + 1))
@@ -193,7 +223,10 @@ class DraftLength:
 
     def looked(self, seconds: float) -> None:
         """A look's draft took so long."""
-        self._look_s += seconds
+        self._looking -= 1
+        self._idle, self._has_looked = 0, True
+        self._allowed_s -= seconds
+        self._look_s = seconds
 
     def _advantage(self, speed: float, count: int, made_tokens: float) -> float:
         """By how much another length must be better than the chosen one, which makes `speed` tokens per second."""
@@ -222,6 +255,9 @@ class DraftLength:
         """A step of `count` sequences and so many rows took `step_s`; its drafts, if any, `drafting_s` before it."""
         if rows != self._rows:
             self._rows, self._settling, self._changing_s = rows, SETTLING_STEPS, 0.0
+        self._age_steps += 1
+        if self._age_steps > FIRST_STEPS:
+            self._allowed_s = min(self._allowed_s + LOOK_SHARE * step_s, SAVED_LOOKS * self._look_s)
         if self._settling:
             self._settle(rows, step_s)
             return
@@ -245,8 +281,17 @@ class DraftLength:
 
     def saw(self, acceptance: Acceptance, offered: int, accepted: int) -> None:
         tried = min(accepted + 1, offered)
-        acceptance.saw(tried, accepted)
-        self._all.saw(tried, accepted)
+        if self._has_looked:
+            rate = acceptance.rate(self.prior)
+            self._seen, self._right = self._seen + tried, self._right + accepted
+            self._expected, self._variance = self._expected + rate, self._variance + rate * (1 - rate)
+        surprises = self._all.saw(tried, accepted)
+        if acceptance.saw(tried, accepted) or surprises:
+            self._left = 0
+
+
+def _differs(hits: float, trials: float, rate: float, deviations: float) -> bool:
+    return abs(hits / trials - rate) > deviations * math.sqrt(rate * (1 - rate) / trials)
 
 
 def _expected_tokens(rate: float, length: int) -> float:

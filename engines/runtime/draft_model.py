@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -233,16 +232,16 @@ class DraftModel:
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._context)
         return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length)
 
-    def time_draft(self, sequences: int, length: int) -> float | None:
-        """Seconds that drafts of `length` tokens of the first `sequences` sequences take, after a first time; they must be
-        empty. None where llama.cpp refuses one."""
+    def time_draft(self, sequences: int, length: int, clock: Callable[[], float]) -> float | None:
+        """Seconds by `clock` that drafts of `length` tokens of the first `sequences` sequences take, after a first time; they
+        must be empty. None where llama.cpp refuses one."""
         elapsed_s, is_refused = 0.0, False
         seqs = list(range(sequences))
         for _ in range(2):
             self._batch.clear()
             for seq in seqs:
                 self._batch.add_row(seq, 0, 0, None, output=True)
-            started = time.monotonic()
+            started = clock()
             for step in range(length):
                 is_refused = self._decode() != 0
                 if is_refused:
@@ -250,7 +249,7 @@ class DraftModel:
                 tokens = np.array([self._likeliest(row) for row in seqs], dtype=np.int32)
                 if step + 1 < length:
                     self._batch.one_each(seqs, [step + 1] * sequences, tokens, self._hidden(sequences))
-            elapsed_s = time.monotonic() - started
+            elapsed_s = clock() - started
             for seq in seqs:
                 self.forget(seq, 0)
         return None if is_refused else elapsed_s

@@ -27,6 +27,7 @@ from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.prompt_lookup import PromptLookup
 from engines.runtime.slots import Slot
+from engines.runtime.step_clock import StepClock
 
 if TYPE_CHECKING:
     from engines.runtime.planner import Row
@@ -56,6 +57,7 @@ class Speculation:
         if config.speculation == "mtp" and not has_head:
             raise ModelLoadFailed("the model has no draft head (NextN); use speculation lookup, auto or none")
         self.length = DraftLength(config.longest_draft)
+        self.clock = StepClock(apart=config.gpu_layers != 0)
         self._llama = llama
         self._slots, self._sequences = config.slots, config.decoding_sequences
         self._rows = config.outputs
@@ -93,7 +95,7 @@ class Speculation:
         lengths = sorted({1, min(2, self.length.longest), self.length.longest})
         for sequences, length in ((sequences, length) for sequences in sorted({1, self._slots}) for length in lengths):
             if (sequences, length) == (1, 1) or time.monotonic() < ends_at:
-                seconds = head.time_draft(sequences, length)
+                seconds = head.time_draft(sequences, length, self.clock)
                 if seconds is not None:
                     self.length.drafting.expect(sequences, length, seconds)
 
@@ -107,10 +109,10 @@ class Speculation:
                 # Tokens of all kinds, since equal ones would wake the same few experts.
                 tokens = [(seq * rows + row) * TOKEN_STRIDE % self._llama.vocabulary.size for row in range(rows)]
                 batch.add(seq, 0, tokens, outputs=rows)
-            started = time.monotonic()
+            started = self.clock()
             status = self._llama.decode(batch)
             self._llama.synchronize()
-            seconds = time.monotonic() - started
+            seconds = self.clock() - started
             for seq in range(sequences):
                 self._llama.clear(seq)
             if status == 0 and repeat and seconds > WARM_UP_SLOW_S:
@@ -159,9 +161,9 @@ class Speculation:
 
     def _look(self, decoding: list[Slot]) -> None:
         """Drafts a token each that is not verified but compared with what is drawn."""
-        started = time.monotonic()
+        started = self.clock()
         drafts = self._drafter.propose(decoding, 1)
-        self.length.looked(time.monotonic() - started)
+        self.length.looked(self.clock() - started)
         self._peeks = [
             (slot.generation, len(slot.generation.tokens), draft[0])
             for slot, draft in drafts.items()
@@ -169,10 +171,10 @@ class Speculation:
         ]
 
     def _draft(self, decoding: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
-        started = time.monotonic()
+        started = self.clock()
         drafts = self._drafter.propose(decoding, count)
         if drafts and not (self.head and self.head.fed_backlog):
-            self._drafting_s = time.monotonic() - started
+            self._drafting_s = self.clock() - started
         return drafts
 
     # --- after a step ---------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class Speculation:
         return self.head.target_rows(count) if self.head is not None else None
 
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
-        """A step took so long; feeds what has piled up for the head meanwhile."""
+        """A step took so long by `clock`; feeds what has piled up for the head meanwhile."""
         count, plain = 0, True
         for row in rows:
             count += row.count

@@ -97,12 +97,15 @@ def speed(cost: Callable[[int], float], streams: int, rate: float, length: int |
         peeks = length is None and chooser.peeks
         step_s, drafting_s, right = simulation.step(count)
         chooser.stepped(streams, streams * (count + 1), step_s, drafting_s if count else None)
+        if peeks:
+            chooser.looked(drafting(streams, 1))
         for acceptance, accepted in zip(acceptances, right, strict=True):
             if count:
                 chooser.saw(acceptance, count, accepted)
             elif peeks:
                 chooser.saw(acceptance, 1, int(simulation.rng.random() < rate))
-        simulation.seconds += 0.0006 + 0.0001 * streams if peeks else 0.0
+        if peeks:
+            simulation.seconds += drafting(streams, 1)
     return simulation.tokens / simulation.seconds
 
 
@@ -169,3 +172,37 @@ def test_a_generation_without_history_is_judged_by_the_others() -> None:
         chooser.saw(Acceptance(), 1, 0)
     assert chooser.prior < 0.05
     assert Acceptance().rate(chooser.prior) == pytest.approx(chooser.prior)
+
+
+def test_a_rest_from_drafts_ends_soon_after_they_begin_to_be_right() -> None:
+    """On the card a look costs as much as twenty steps may spend on looks; none of them hits, then all do."""
+    chooser, accepted = DraftLength(LONGEST), [Acceptance()]
+    for rows in (1, 2, 3, 4, 5):
+        chooser.steps.expect(rows, large_card(rows))
+    for length in range(1, LONGEST + 1):
+        chooser.drafting.expect(1, length, drafting(1, length))
+
+    def steps_until(done: Callable[[], bool], hit: bool, most: int) -> tuple[int, float]:
+        looks_s = 0.0
+        for step in range(most):
+            if done():
+                return step, looks_s
+            count = chooser.choose(accepted, LONGEST, 100)
+            peeks = chooser.peeks
+            chooser.stepped(1, 1 + count, large_card(1 + count), drafting(1, count) if count else None)
+            if peeks:
+                looks_s += drafting(1, 1)
+                chooser.looked(drafting(1, 1))
+                chooser.saw(accepted[0], 1, int(hit))
+            elif count:
+                chooser.saw(accepted[0], count, count * hit)
+        return most, looks_s
+
+    steps_until(lambda: False, hit=False, most=200)
+    assert chooser.chosen == 0
+    steps, looks_s = steps_until(lambda: False, hit=False, most=2000)
+    assert 0 < looks_s <= 0.01 * steps * large_card(1)
+    steps, _ = steps_until(lambda: chooser.chosen > 0, hit=True, most=200)
+    assert steps < 80
+    steps, _ = steps_until(lambda: chooser.chosen == 0, hit=False, most=200)
+    assert steps < 30
