@@ -64,6 +64,7 @@ class ServerSettings:
 class Running:
     base_url: str
     log_path: Path
+    pid: int
 
 
 def model_path(name: str) -> Path:
@@ -116,7 +117,7 @@ def serving(form: str, settings: ServerSettings, logs: Path) -> Iterator[Running
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env)
         try:
             _wait_ready(process, port, log_path)
-            yield Running(f"http://127.0.0.1:{port}", log_path)
+            yield Running(f"http://127.0.0.1:{port}", log_path, process.pid)
         finally:
             _end(process)
 

@@ -211,6 +211,7 @@ class EngineCore(threading.Thread):
         if not rows:
             return False
         started, work = time.monotonic(), StepWork.of(rows)
+        computing = self.speculation.clock() if self.speculation else 0.0
         if self._decode(rows):
             self._draw(rows)
             if work is not None:
@@ -218,7 +219,7 @@ class EngineCore(threading.Thread):
                 acceptance = self.speculation.length.prior if self.speculation and work.drafted else 0.0
                 self.rates.stepped(work, resident_tokens, acceptance, time.monotonic() - started)
             if self.speculation:
-                self.speculation.stepped(rows, time.monotonic() - started)
+                self.speculation.stepped(rows, self.speculation.clock() - computing)
         return True
 
     def _draw(self, rows: list[Row]) -> None:

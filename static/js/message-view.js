@@ -18,6 +18,7 @@ export function statsLine({ result, engine }) {
   if (usage) parts.push(plural(usage.completion_tokens, "token"));
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   if (usage) parts.push(`prompt ${count(usage.prompt_tokens)}${cached ? `, ${count(cached)} cached` : ""}`);
+  if (timings?.draft_n) parts.push(`${count(timings.draft_n_accepted)} of ${count(timings.draft_n)} drafted right`);
   if (engine) parts.push(engine);
   if (ENDINGS[finish]) parts.push(ENDINGS[finish]);
   return parts.join(" · ");
