@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engines.errors import GenerationStays, StateInvalid, StateTooLarge
+from engines.errors import GenerationStays, NoCellsFree, StateInvalid, StateTooLarge
 from engines.rpc_exchange import Exchange
 from engines.rpc_handoff import HEAD_LENGTH
 from engines.runtime.arena import Arena
 from engines.runtime.generation import Generation
 from engines.runtime.handoff_shelf import Shelf
+from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix_marks import longest_marked
+from engines.runtime.slots import Slot
 from engines.runtime.state_adopt import Adopting
 from engines.runtime.state_forms import checksum_of, digest_of
 from engines.runtime.state_snapshot import MAX_TOKENS, Manifest, StatePiece
@@ -78,6 +82,12 @@ class Adopted:
         if self.leaving is not None and self.leaving is not asyncio.current_task():
             self.leaving.cancel()
 
+    def let_go(self) -> None:
+        """Of a move that is known for a while yet, and of which nobody needs more than how it stands."""
+        self.shelf, self.manifest, self.generations = None, None, []
+        self.awaited.clear()
+        self.adopting.let_go()
+
     def answer(self) -> AdoptedAnswer:
         return AdoptedAnswer(self.state, self.tokens, self.adopting.entered)
 
@@ -99,13 +109,12 @@ async def read_head(exchange: Exchange, most_bytes: int) -> bytes:
     return bytes(head)
 
 
-async def read_tokens(exchange: Exchange) -> list[int]:
+async def read_tokens(exchange: Exchange) -> NDArray[np.int32]:
     """The tokens behind a manifest. Raises StateInvalid."""
     raw = await read_head(exchange, TOKEN_BYTES * MAX_TOKENS)
     if len(raw) % TOKEN_BYTES:
         raise StateInvalid("The state's tokens do not fill their bytes.")
-    tokens: list[int] = np.frombuffer(raw, dtype="<i4").tolist()
-    return tokens
+    return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
 
 
 async def read_place(exchange: Exchange, shelf: Shelf, piece: StatePiece) -> Delivery | None:
@@ -150,3 +159,28 @@ def require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None
             raise StateInvalid("Only of a running generation checkpoints come before the manifest, and without tokens.")
     elif head.kind != "block" or not 0 < piece.tokens == len(head.tokens):
         raise StateInvalid("A block's head does not fit its tokens.")
+
+
+def free_slot(cache: PrefixCache, body: AdoptBody) -> int:
+    """Raises NoCellsFree where none is idle."""
+    wanted = body.raw_logits
+    slot = cache.best_slot(Source(), raw_logits=wanted) or cache.best_slot(Source(), raw_logits=not wanted)
+    if slot is None:
+        raise NoCellsFree("Every slot of the engine works.")
+    stale = [one for one in cache.slots if _is_stale(cache, one, body)] if len(slot.sequence) else []
+    if stale:
+        # Rather than another conversation's; nobody needs what is left of this one here.
+        slot = min(stale, key=lambda one: one.has_raw_logits != wanted)
+        slot.sequence.clear()
+        cache.host.unlink(slot.index)
+    return slot.index
+
+
+def _is_stale(cache: PrefixCache, slot: Slot, body: AdoptBody) -> bool:
+    """Whether the slot has an older form of the conversation, of which nothing could be lent to the one that comes."""
+    sequence = slot.sequence
+    if not (slot.idle and len(sequence) and body.session):
+        return False
+    if (sequence.origin.tenant, sequence.origin.session) != (body.tenant, body.session):
+        return False
+    return not (cache.can_share and longest_marked(sequence.tokens, body.marks))

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator
 from dataclasses import replace
 
-from engines.errors import DeadlineExceeded, SlotBusy
+from engines.errors import DeadlineExceeded
 from engines.rpc_handoff import ADOPT_PATIENCE_S
 from engines.runtime.core import EngineCore
-from engines.runtime.errands import Work
 from engines.runtime.handoff_way import Way, require_going
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_export import ExportedPiece, ExportedState
 from engines.runtime.state_forget import forget_moved
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
 from engines.runtime.state_sizes import MIN_BLOCK_TOKENS, moved_block_tokens
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
+from engines.runtime.state_transfer import Departure, SlotLook
 from engines.wire_handoff import AdoptBody, HandoffAnswer
 
-# Enough pieces that one enters while another leaves; each costs something besides its bytes.
-PIECES, LEAST_PIECE_BYTES = 6, 5 << 20
+# Enough pieces that one enters while another leaves; each costs something besides its bytes, most of all where two engines share
+# a few cores. By a processor none takes more tokens than are brought in within a slice of an idle engine.
+PIECES, LEAST_PIECE_BYTES = 6, 10 << 20
+CPU_PIECE_BYTES, CPU_PIECE_TOKENS = 12 << 20, 8192
 
 
 class Clock:
@@ -44,38 +45,25 @@ class Clock:
 
 
 class IdleMove:
-    """One idle conversation's move. It gives up at `until` unless the last of it has gone."""
+    """One idle conversation's move. It gives up at `until` unless the last of it has gone. `clock` began when the conversation
+    was looked for."""
 
-    def __init__(self, core: EngineCore, desk: StateDesk, way: Way, terms: SharingTerms, until: float) -> None:
-        self._core, self._desk, self._way, self._terms, self._until = core, desk, way, terms, until
+    def __init__(self, terms: SharingTerms, until: float, clock: Clock) -> None:
+        self._terms, self._until, self._clock = terms, until, clock
 
-    async def run(
-        self, body: AdoptBody, slot_id: int, tokens: Sequence[int], *, busy: bool
-    ) -> tuple[HandoffAnswer, Work]:
-        """The conversation of `tokens` is at the target then; the errand frees the slot that it had. `busy`: others run here, so
-        pieces stay small. Raises SlotBusy where the slot has another one by now, as `StateDesk.export`, DeadlineExceeded, and
-        what the target refuses with."""
-        clock, way, terms = Clock(), self._way, self._terms
-        adopting = asyncio.ensure_future(way.adopt(body))
-        try:
-            tokens_a_piece = 0 if busy else _piece_tokens(self._core, terms, body.expected_tokens)
-            exporting = await self._desk.export(slot_id, block_tokens=tokens_a_piece, in_pieces=True)
-        except BaseException:
-            await asyncio.wait((adopting,))
-            adopting.cancelled() or adopting.exception()  # looked at: the export's failure is what counts
-            raise
-        async with exporting as state:
-            clock.lap("taken")
-            await adopting
-            clock.lap("adopted")
-            if tuple(state.manifest.tokens) != tuple(tokens):
-                raise SlotBusy("The slot has another conversation meanwhile.")
-            manifest = _without_held(state, terms, way.held_tokens)
-            await self._sent(state, manifest)
-            state.left(way.sent_bytes)
-            clock.lap("pieces")
+    async def run(self, body: AdoptBody, state: ExportedState, way: Way) -> HandoffAnswer:
+        """The conversation is at the target then, and the slot that it had is the caller's to free. Raises what keeps a state
+        from leaving, DeadlineExceeded, and what the target refuses with."""
+        clock, terms = self._clock, self._terms
+        clock.lap("taken")
+        await way.adopt(body)
+        clock.lap("adopted")
+        manifest = _planned_for(state, terms, way)
+        await self._sent(state, manifest, way)
+        state.left(way.sent_bytes)
+        clock.lap("pieces")
         skipped = sum(piece.size_bytes for piece in manifest.pieces if _is_held(piece, way.held_tokens))
-        answer = HandoffAnswer(
+        return HandoffAnswer(
             kind="idle",
             tokens=len(manifest.tokens),
             sent_bytes=way.sent_bytes,
@@ -88,15 +76,12 @@ class IdleMove:
             way=way.name,
             phases_ms=clock.phases_ms,
         )
-        moved = list(manifest.tokens)
-        return answer, lambda cache: _emptied(cache, slot_id, moved)
 
-    async def _sent(self, state: ExportedState, manifest: Manifest) -> None:
-        terms, way = self._terms, self._way
-        pieces = self._in_time(state.pieces(way.prove))
+    async def _sent(self, state: ExportedState, manifest: Manifest, way: Way) -> None:
+        pieces, ids = self._in_time(state.pieces(way.prove, paired=way.on_shelf)), state.departure.ids
         if way.on_shelf:
-            largest_bytes = max((room_of(terms, piece) for piece in state.manifest.pieces), default=0)
-            require_going(await way.send_pieces(manifest, way.held_tokens, pieces, largest_bytes, _at_once))
+            largest_bytes = max((room_of(self._terms, piece) for piece in state.manifest.pieces), default=0)
+            require_going(await way.send_pieces(manifest, way.held_tokens, pieces, largest_bytes, _at_once, ids))
         else:
             rest = state.manifest.pieces
             now = asyncio.get_running_loop().create_future()
@@ -115,10 +100,16 @@ async def _at_once(_piece: ExportedPiece | None) -> None:
     """Nobody's next token waits."""
 
 
-def _piece_tokens(core: EngineCore, terms: SharingTerms, tokens: int) -> int:
+def piece_tokens(core: EngineCore, terms: SharingTerms, look: SlotLook) -> int:
+    """Tokens of a block; 0 while others run here, when blocks are the engine's own, small ones."""
+    if look.others_run:
+        return 0
     token_bytes = terms.layout.attention.token_bytes
-    wanted_bytes = max(LEAST_PIECE_BYTES, tokens * token_bytes // PIECES)
+    wanted_bytes = max(LEAST_PIECE_BYTES, len(look.tokens) * token_bytes // PIECES)
     count = moved_block_tokens(core.config, terms.layout)
+    if not (core.config.gpu_layers or core.config.kv_block_tokens):
+        while 2 * count <= CPU_PIECE_TOKENS and 2 * count * token_bytes <= CPU_PIECE_BYTES:
+            count *= 2
     while count > MIN_BLOCK_TOKENS and count * token_bytes > wanted_bytes and not core.config.kv_block_tokens:
         count //= 2
     return count
@@ -128,13 +119,14 @@ def _is_held(piece: StatePiece, held_tokens: int) -> bool:
     return piece.kind == "block" and piece.end <= held_tokens
 
 
-def _without_held(state: ExportedState, terms: SharingTerms, held_tokens: int) -> Manifest:
-    """The manifest as it is sent; `state` then gives only what the target does not hold."""
-    manifest = state.manifest
-    if not held_tokens:
-        return manifest
+def _planned_for(state: ExportedState, terms: SharingTerms, way: Way) -> Manifest:
+    """The manifest as it is sent; `state` then gives only what the target does not hold, in blocks as they suit it."""
+    manifest, held_tokens = state.manifest, way.held_tokens
     count = len(manifest.tokens)
     size = max((piece.tokens for piece in manifest.pieces if piece.kind == "block"), default=MAX_BLOCK_TOKENS)
+    if not held_tokens and not (way.others_run and size > terms.block_tokens):
+        return manifest
+    size = min(size, terms.block_tokens) if way.others_run else size
     held = [(at, min(at + MAX_BLOCK_TOKENS, held_tokens)) for at in range(0, held_tokens, MAX_BLOCK_TOKENS)]
     sent = [(at, min(at + size, count)) for at in range(held_tokens, count, size)]
     blocks = [StatePiece("block", start, end, terms.layout.block_bytes(end - start)) for start, end in [*held, *sent]]
@@ -148,12 +140,12 @@ def room_of(terms: SharingTerms, piece: StatePiece) -> int:
     return terms.dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
 
 
-def _emptied(cache: PrefixCache, slot_id: int, tokens: list[int]) -> Generator[None, None, None]:
-    """Frees a slot whose conversation is elsewhere now, unless something new has begun in it."""
-    yield from ()
-    slot = cache.slots[slot_id]
+def emptied(cache: PrefixCache, departure: Departure) -> Generator[None, None, None]:
+    """Gives back a slot whose conversation is elsewhere now, and frees it."""
+    yield from departure.end()
+    slot, tokens = departure.slot, departure.look.tokens
     if slot.idle and slot.sequence.tokens == tokens:
         origin = slot.sequence.origin
         slot.sequence.clear()
-        cache.host.unlink(slot_id)
+        cache.host.unlink(slot.index)
         forget_moved(cache, tokens, origin)

@@ -20,7 +20,6 @@ from engines.errors import (
     HandoffStale,
     HandoffUnknown,
     InvalidRequest,
-    NoCellsFree,
     SlotBusy,
     StateInvalid,
     StateTooLarge,
@@ -34,6 +33,7 @@ from engines.runtime.handoff_entry import (
     OPEN,
     OVER,
     Adopted,
+    free_slot,
     read_head,
     read_piece,
     read_place,
@@ -41,16 +41,16 @@ from engines.runtime.handoff_entry import (
     require_expected,
     require_form,
 )
-from engines.runtime.handoff_shelf import Shelf, Shelves
+from engines.runtime.handoff_shelf import Shelves, SourceShelves
 from engines.runtime.origin import Origin
-from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation
 from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_forms import DIGEST_BYTES, checksum_of
 from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
-from engines.wire_handoff import FORM, AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead, ShelfOffer
+from engines.wire_handoff import FORM, AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead
 from engines.wire_json import read_json
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -75,8 +75,9 @@ class ArrivingHandoffs:
         self._fences: OrderedDict[str, int] = OrderedDict()
         self._ending: set[asyncio.Task[None]] = set()
         config = preparation.config
-        self._shelves = Shelves(cuda_device=max(config.main_gpu, 0) if config.gpu_layers else None)
-        self._mapping = asyncio.Lock()
+        device = max(config.main_gpu, 0) if config.gpu_layers else None
+        self._shelves = SourceShelves(Shelves(cuda_device=device))
+        self._metrics = preparation.core.metrics.handoffs
         # Moves that are no entries yet.
         self._beginning = 0
 
@@ -106,7 +107,7 @@ class ArrivingHandoffs:
             self._beginning -= 1
 
     async def _begun(self, body: AdoptBody, source_gone: asyncio.Event, first: Adopted | None) -> AdoptAnswer:
-        shelf = await self._shelf(body.shelf)
+        shelf = await self._shelves.take(body.shelf)
         if (form := body.constraint) is not None and first is None:
             # It takes a while, and the source's stop must not wait for it.
             await self._preparation.run(lambda: self._preparation.compiler.compile(form))
@@ -120,7 +121,8 @@ class ArrivingHandoffs:
         self._known[body.handoff] = entry
         self._watch(entry, SILENCE_S)
         entry.leaving = asyncio.ensure_future(self._left_alone(entry, source_gone))
-        return AdoptAnswer(entry.slot_id, entry.shelf is not None, entry.adopting.held_tokens, FORM)
+        taken = entry.adopting
+        return AdoptAnswer(entry.slot_id, entry.shelf is not None, taken.held_tokens, FORM, taken.others_run)
 
     async def _fenced(self, body: AdoptBody) -> None:
         """Nothing of an older move of the session is taken from here on. Raises HandoffStale, SlotBusy."""
@@ -137,14 +139,6 @@ class ArrivingHandoffs:
         seen, former = self._fences.get(body.session, 0), self._known.get(body.handoff)
         if body.fence < seen or (body.fence == seen and (former is None or former.state == GOING)):
             raise HandoffStale(f"Move {body.fence} of the session is older than one that was seen here.")
-
-    async def _shelf(self, offer: ShelfOffer | None) -> Shelf | None:
-        if offer is None:
-            return None
-        async with self._mapping:
-            if self._shelves.knows(offer):
-                return self._shelves.take(offer)
-            return await asyncio.to_thread(self._shelves.take, offer)
 
     async def _left_alone(self, entry: Adopted, source_gone: asyncio.Event) -> None:
         """Ends a move whose source has gone, unless it brought all before."""
@@ -169,7 +163,7 @@ class ArrivingHandoffs:
         sibling = None if first is None else first.adopting
 
         def slot_of(cache: PrefixCache) -> int:
-            return _free_slot(cache, body.raw_logits)
+            return free_slot(cache, body)
 
         taken = await adopting(
             terms, core, slot_of, body.expected_tokens, origin=origin, marks=body.marks, sibling=sibling
@@ -218,7 +212,7 @@ class ArrivingHandoffs:
     async def _take_rest(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
         raw = await read_head(exchange, MAX_MANIFEST_BYTES)
         if raw:
-            await self._take_manifest(entry, taken, raw, await read_tokens(exchange))
+            await self._take_manifest(entry, taken, raw, exchange)
         if entry.manifest is None:
             raise StateInvalid("Pieces of the state came before its manifest.")
         while exchange.unread_bytes:
@@ -240,10 +234,11 @@ class ArrivingHandoffs:
         else:
             await self._go_on(entry, taken, entry.manifest)
 
-    async def _take_manifest(self, entry: Adopted, taken: Adopting, raw: bytes, ids: list[int]) -> None:
+    async def _take_manifest(self, entry: Adopted, taken: Adopting, raw: bytes, exchange: Exchange) -> None:
+        ids = await read_tokens(exchange)
         if entry.manifest is not None:
             raise InvalidRequest("The manifest of the state came before.")
-        known = [*taken.tokens, *ids]
+        known = [*taken.tokens, *ids.tolist()]
         if len(raw) < LONG_HEAD_BYTES:
             manifest = Manifest.from_json(raw, known)
         else:
@@ -253,7 +248,7 @@ class ArrivingHandoffs:
             running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)
         ):
             raise StateInvalid("The state is not of the generation that was announced.")
-        entry.awaited = deque(await taken.complete(manifest))
+        entry.awaited = deque(await taken.complete(manifest, ids))
         entry.manifest = manifest
 
     async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest) -> None:
@@ -262,6 +257,8 @@ class ArrivingHandoffs:
         if running is None:
             await taken.finish(manifest)
             entry.settle(GOING)
+            entry.let_go()
+            self._metrics.came(idle=True)
             return
         entry.manifest, entry.is_whole = manifest, True
         first = entry.first or entry
@@ -284,6 +281,7 @@ class ArrivingHandoffs:
             one.unwatch()
             one.settle(GOING)
         self._watch(first, CLAIM_S)
+        self._metrics.came(idle=False)
         for one in entry.together:
             if one not in coming:
                 await self._dropped(one)  # it ended meanwhile
@@ -331,13 +329,15 @@ class ArrivingHandoffs:
 
     async def _abort(self, entry: Adopted, error: EngineError | None = None) -> None:
         """Ends all parts of the move; whoever reads a generation that goes on already is told `error`."""
+        if (entry.first or entry).state == OPEN:
+            self._metrics.ended(idle=entry.body.idle)
         for one in entry.together:
             one.unwatch()
             if one.state == OVER:
                 continue
             for generation in one.generations:
                 self._preparation.core.cancel(generation)
-            if one.claimed and error is not None:
+            if one.claimed and error is not None and one.generations:
                 # Of a reader who has let go of it meanwhile nobody hears it.
                 told = one.generations[0]
                 told.mailbox.put(Piece(told.choice, error=error, stats=told.stats(time.monotonic())))
@@ -347,6 +347,7 @@ class ArrivingHandoffs:
     async def _dropped(self, entry: Adopted) -> None:
         entry.shelf = None
         await entry.adopting.__aexit__(None, None, None)
+        entry.let_go()
 
     def _watch(self, entry: Adopted, limit_s: float) -> None:
         entry.unwatch()
@@ -389,11 +390,5 @@ class ArrivingHandoffs:
         finally:
             for generation in entry.generations:
                 self._preparation.core.cancel(generation)
-
-
-def _free_slot(cache: PrefixCache, raw_logits: bool) -> int:
-    """Raises NoCellsFree where none is idle."""
-    slot = cache.best_slot(Source(), raw_logits=raw_logits) or cache.best_slot(Source(), raw_logits=not raw_logits)
-    if slot is None:
-        raise NoCellsFree("Every slot of the engine works.")
-    return slot.index
+            for one in entry.together:
+                one.let_go()

@@ -21,9 +21,9 @@ from engines.errors import (
     EngineError,
     EngineStopping,
     HandoffStale,
+    RpcRefused,
     SessionNotHeld,
     SlotBusy,
-    SlotEmpty,
     StateError,
     StateTooLarge,
 )
@@ -32,20 +32,23 @@ from engines.runtime.arena import ArenaFull
 from engines.runtime.core import EngineCore
 from engines.runtime.errands import Work
 from engines.runtime.generation import Generation
-from engines.runtime.handoff_idle import IdleMove
+from engines.runtime.handoff_idle import Clock, IdleMove, emptied, piece_tokens
 from engines.runtime.handoff_live import LiveMove
 from engines.runtime.handoff_way import Way
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.prefix_marks import marks_of
+from engines.runtime.prefix_marks import Tokens, marks_of
 from engines.runtime.slots import Slot
 from engines.runtime.state_desk import StateDesk
+from engines.runtime.state_export import ExportedState
 from engines.runtime.state_terms import SharingTerms
+from engines.runtime.state_transfer import Departure, depart
 from engines.wire_handoff import FORM, AdoptBody, HandoffAnswer, HandoffBody
 from engines.wire_json import write_json
 
 log = logging.getLogger("hydra.engine.handoff")
 
-MOST_AT_ONCE = 4
+# Of those under way so many send, or look for what they would; the others wait as long as they have time.
+MOST_AT_ONCE, MOST_UNDER_WAY = 4, 128
 MOST_KNOWN = 256
 MAX_DEADLINE_S = 600.0
 LOOK_EVERY_S = 0.02
@@ -65,11 +68,11 @@ class Held:
 
     generation: Generation | None
     is_pending: bool
-    slot_id: int | None = None
+    state: ExportedState | None = None
+    """An idle slot's, which is taken: whoever has it leaves it as a block."""
     raw_logits: bool = False
     tenant: str = ""
-    tokens: tuple[int, ...] = ()
-    others_run: bool = False
+    tokens: Tokens = ()
 
 
 class _Move:
@@ -119,6 +122,7 @@ class LeavingHandoffs:
     def __init__(self, core: EngineCore, desk: StateDesk) -> None:
         self._core, self._desk = core, desk
         self._moves: OrderedDict[str, _Move] = OrderedDict()
+        self._places = asyncio.Semaphore(MOST_AT_ONCE)
         self._emptying: set[asyncio.Future[None]] = set()
         self._clients: OrderedDict[tuple[str, int, str], tuple[float, HandoffClient]] = OrderedDict()
 
@@ -129,9 +133,9 @@ class LeavingHandoffs:
         if move is None or body.fence > move.fence:
             if move is not None and move.runs:
                 raise SlotBusy("Another move of the session is under way.")
-            if sum(other.runs for other in self._moves.values()) >= MOST_AT_ONCE:
-                raise SlotBusy(f"{MOST_AT_ONCE} moves are under way already.")
-            move = self._moves[body.session] = _Move(body.fence, self._moved(body))
+            if sum(other.runs for other in self._moves.values()) >= MOST_UNDER_WAY:
+                raise SlotBusy(f"{MOST_UNDER_WAY} moves are under way already.")
+            move = self._moves[body.session] = _Move(body.fence, self._counted(body))
             self._moves.move_to_end(body.session)
             self._forget_old()
         elif body.fence < move.fence:
@@ -145,18 +149,34 @@ class LeavingHandoffs:
             if not move.runs:
                 del self._moves[session]
 
+    async def _counted(self, body: HandoffBody) -> HandoffAnswer:
+        try:
+            answer = await self._moved(body)
+        except BaseException as error:
+            self._core.metrics.handoffs.stayed(error)
+            raise
+        self._core.metrics.handoffs.left(answer)
+        return answer
+
     async def _moved(self, body: HandoffBody) -> HandoffAnswer:
         began_at = time.monotonic()
         until, appears_until = began_at + min(body.deadline_s, MAX_DEADLINE_S), began_at + APPEARS_S
         async with self._client(body) as target:
             while True:
-                held = await (self._request(body) if body.request_id else self._session(body.session))
                 try:
-                    if held.generation is not None:
-                        return await self._live(target, body, held, held.generation, until)
-                    if held.slot_id is not None and not held.is_pending:
-                        return await self._idle(target, body, held, held.slot_id, until)
-                except (SlotBusy, SlotEmpty) as error:
+                    async with self._place(until):
+                        clock = Clock()
+                        held = await (self._request(body) if body.request_id else self._session(body.session))
+                        if held.generation is not None:
+                            return await self._live(target, body, held, held.generation, until)
+                        if held.state is not None:
+                            return await self._idle(target, body, held, held.state, until, clock)
+                except SlotBusy as error:
+                    log.debug("handoff %s: %s", body.handoff, error)
+                except RpcRefused as error:
+                    # A target to which many move at once takes one after the other.
+                    if error.peer_code != SlotBusy.code:
+                        raise
                     log.debug("handoff %s: %s", body.handoff, error)
                 except SessionNotHeld as error:
                     # An answer that ends on its way leaves a conversation that moves as any idle one does.
@@ -171,6 +191,19 @@ class LeavingHandoffs:
                 if time.monotonic() > until:
                     raise DeadlineExceeded("The move's time was up before the session could leave.")
                 await asyncio.sleep(LOOK_EVERY_S)
+
+    @asynccontextmanager
+    async def _place(self, until: float) -> AsyncIterator[None]:
+        """Among those that send, for the time of the block. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise DeadlineExceeded("The move's time was up before it was its turn.") from error
+        try:
+            yield
+        finally:
+            self._places.release()
 
     @asynccontextmanager
     async def _client(self, body: HandoffBody) -> AsyncIterator[HandoffClient]:
@@ -200,34 +233,51 @@ class LeavingHandoffs:
     # --- what is here ---------------------------------------------------------------------------
 
     async def _session(self, session: str) -> Held:
-        def look(cache: PrefixCache) -> Generator[None, None, Held]:
+        """What is held of it; an idle slot is taken at once if that is all. Raises SlotBusy, StateHasImages, and what keeps all
+        states here."""
+        terms = await self._desk.terms() if self._core.codec is not None else None
+
+        def look(cache: PrefixCache) -> Generator[None, None, tuple[Held, Departure | None]]:
             yield from ()
             running = [slot for slot in cache.busy if slot.generation and slot.generation.session == session]
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
-                return _held(cache, decoding, decoding.generation, is_pending=False)
+                return _held(decoding, decoding.generation), None
             line = [*self._core.waiting.standing(), *self._core.landing.coming()]
             comes = bool(running) or any(one.session == session for one in line)
             # Whoever takes it out of its slot, or into one, is done some time.
             if comes or any(slot.transfer and slot.sequence.origin.session == session for slot in cache.slots):
-                return Held(None, True)
-            return _idle_of(cache, session)
+                return Held(None, True), None
+            slot = _idle_slot(cache, session)
+            if slot is None:
+                return Held(None, cache.host.of_session(session) is not None), None
+            departure = None if terms is None else (yield from depart(cache, terms.dock.codec, slot.index))
+            return _held(slot, None), departure
 
-        held: Held = await self._core.perform(look)
-        return held
+        if terms is None:
+            held: Held = (await self._core.perform(look))[0]
+            if held.tokens and held.generation is None:
+                await self._desk.terms()  # says why nothing leaves
+            return held
+        held, departure = await terms.dock.take(look, _given_back)
+        if departure is None:
+            return held
+        tokens_a_piece = piece_tokens(self._core, terms, departure.look)
+        return replace(held, state=self._desk.leaving(departure, terms.dock, tokens_a_piece))
 
     async def _request(self, body: HandoffBody) -> Held:
-        """One request of the session, from the moment on when it stands in the line."""
+        """One request of the session, once it is in a slot: one in the line needs none at the target either."""
+
+        def is_it(one: Generation) -> bool:
+            return one.request_id == body.request_id and one.session == body.session
 
         def look(cache: PrefixCache) -> Generator[None, None, Held]:
             yield from ()
-            standing = [slot.generation for slot in cache.busy if slot.generation]
-            standing += [*self._core.waiting.standing(), *self._core.landing.coming()]
-            for one in standing:
-                if one.request_id == body.request_id and one.session == body.session:
+            for one in (slot.generation for slot in cache.busy):
+                if one is not None and is_it(one):
                     raw_logits = self._core.wants_raw_logits(one)
-                    return Held(one, False, None, raw_logits, one.tenant, tuple(one.tokens), True)
-            return Held(None, False)
+                    return Held(one, False, None, raw_logits, one.tenant, tuple(one.tokens))
+            return Held(None, any(map(is_it, [*self._core.waiting.standing(), *self._core.landing.coming()])))
 
         held: Held = await self._core.perform(look)
         return held
@@ -250,15 +300,19 @@ class LeavingHandoffs:
         return await LiveMove(self._core, terms, target, body, generation, until, adopt_of).run()
 
     async def _idle(
-        self, target: HandoffClient, body: HandoffBody, held: Held, slot_id: int, until: float
+        self, target: HandoffClient, body: HandoffBody, held: Held, state: ExportedState, until: float, clock: Clock
     ) -> HandoffAnswer:
-        terms = await self._desk.terms()
-        adopt = _adopt_body(body, held, terms, None, len(held.tokens))
-        async with Way(target, terms, body.handoff, body.fence) as way:
-            idle = IdleMove(self._core, self._desk, way, terms, until)
-            answer, emptied = await idle.run(adopt, slot_id, held.tokens, busy=held.others_run)
-        self._empty(emptied)
-        return answer
+        try:
+            async with state:
+                state.begin()
+                terms = await self._desk.terms()
+                # One array serves all that is told of the tokens.
+                adopt = _adopt_body(body, replace(held, tokens=state.departure.ids), terms, None, len(held.tokens))
+                async with Way(target, terms, body.handoff, body.fence) as way:
+                    return await IdleMove(terms, until, clock).run(adopt, state, way)
+        finally:
+            if state.has_left:
+                self._empty(lambda cache: emptied(cache, state.departure))
 
     def _empty(self, work: Work) -> None:
         """Frees what has moved. It is the core's next errand; the conversation need not wait for it."""
@@ -272,25 +326,28 @@ class LeavingHandoffs:
             log.warning("what has moved could not be freed here: %s", error)
 
 
-def _idle_of(cache: PrefixCache, session: str) -> Held:
-    """A conversation between its turns. It may lie in host memory, from where it is brought back; without room for that it is
-    waited for."""
+def _idle_slot(cache: PrefixCache, session: str) -> Slot | None:
+    """That of a conversation between its turns. It may lie in host memory, from where it is brought back; None without room."""
     idle = [slot for slot in cache.slots if slot.idle and cache.of_session(slot, session)]
     best = max(idle, key=lambda slot: slot.used_at, default=None)
     if best is None:
         best = cache.bring_in(session)
     else:
         cache.bring_back(best)
-    if best is None or not len(best.sequence):
-        return Held(None, cache.host.of_session(session) is not None)
-    return _held(cache, best, None, is_pending=False)
+    return best if best is not None and len(best.sequence) else None
 
 
-def _held(cache: PrefixCache, slot: Slot, generation: Generation | None, *, is_pending: bool) -> Held:
+def _held(slot: Slot, generation: Generation | None) -> Held:
     origin, tokens = slot.sequence.origin, tuple(slot.sequence.tokens)
-    return Held(
-        generation, is_pending, slot.index, slot.has_raw_logits, origin.tenant, tokens, others_run=bool(cache.busy)
-    )
+    return Held(generation, False, None, slot.has_raw_logits, origin.tenant, tokens)
+
+
+def _given_back(taken: tuple[Held, Departure | None]) -> Work:
+    def work(_cache: PrefixCache) -> Generator[None, None, None]:
+        if taken[1] is not None:
+            yield from taken[1].end()
+
+    return work
 
 
 def _adopt_body(

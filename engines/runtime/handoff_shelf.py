@@ -7,6 +7,7 @@ both see the same memory; on another host, or as another user, the offer is decl
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import mmap
 import os
@@ -30,6 +31,7 @@ log = logging.getLogger("hydra.engine.handoff")
 
 NONCE_BYTES = 32
 MOST_SHELVES = 8
+GONE_LOOK_S = 10.0
 MAX_SHELF_BYTES = 1 << 40
 _NAME = re.compile(re.escape(PREFIX) + r"[0-9]{1,10}-[0-9a-f]{8}")
 
@@ -129,7 +131,9 @@ class Shelves:
             if not _is_offered(os.fstat(fd), offer):
                 return None
             if key not in self._known:
-                self._forget_gone()
+                self.forget_gone()
+                while len(self._known) >= MOST_SHELVES:
+                    self._known.popitem(last=False)
                 shelf = self._mapped(fd, offer.size_bytes)
                 if shelf is None:
                     return None
@@ -161,12 +165,43 @@ class Shelves:
         log.warning("CUDA counts every place for a shelf as partly pinned; the state comes as bytes")
         return None
 
-    def _forget_gone(self) -> None:
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def forget_gone(self) -> None:
         """What is mapped of engines that have ended would keep their memory."""
-        gone = [key for key in self._known if not (self._folder / key[0]).exists()]
-        oldest = list(self._known)[: max(0, len(self._known) - MOST_SHELVES + 1)]
-        for key in {*gone, *oldest}:
+        for key in [key for key in self._known if not (self._folder / key[0]).exists()]:
             del self._known[key]
+
+
+class SourceShelves:
+    """The same on an event loop, which looks every GONE_LOOK_S whether their engines are still there."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        self._shelves = shelves
+        self._mapping = asyncio.Lock()
+        self._look: asyncio.TimerHandle | None = None
+
+    async def take(self, offer: ShelfOffer | None) -> Shelf | None:
+        """As `Shelves.take`."""
+        if offer is None:
+            return None
+        async with self._mapping:
+            if self._shelves.knows(offer):
+                return self._shelves.take(offer)
+            shelf = await asyncio.to_thread(self._shelves.take, offer)
+        self._look_later()
+        return shelf
+
+    def _look_later(self) -> None:
+        if self._look is None and len(self._shelves):
+            self._look = asyncio.get_running_loop().call_later(GONE_LOOK_S, self._look_now)
+
+    def _look_now(self) -> None:
+        self._look = None
+        if not self._mapping.locked():  # or a thread is at them, which looks itself
+            self._shelves.forget_gone()
+        self._look_later()
 
 
 def _is_offered(found: os.stat_result, offer: ShelfOffer) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.errors import EngineError, GenerationStays, HandoffStale, ProtocolBroken, StateError
 from engines.rpc_handoff import ADOPT_PATIENCE_S, HEAD_LENGTH, HandoffClient
@@ -28,8 +29,8 @@ log = logging.getLogger("hydra.engine.handoff")
 
 # Longer than a target that does not answer any more may still read what was placed for it.
 UNANSWERED_S = 15.0
-# On the shelf behind one exchange: a processor's caches still hold a piece then when the target reads it.
-PLACED_BYTES = 12 << 20
+# On the shelf behind one exchange: a processor's caches still hold most of it when the target reads it.
+PLACED_BYTES = 24 << 20
 
 
 class Way:
@@ -38,7 +39,7 @@ class Way:
 
     def __init__(self, target: HandoffClient, terms: SharingTerms, handoff: str, fence: int) -> None:
         self.target = target
-        self.on_shelf = False
+        self.on_shelf = self.others_run = False
         self.is_there = False
         self.held_tokens = 0
         self.sent_bytes = 0
@@ -82,7 +83,7 @@ class Way:
             raise GenerationStays(
                 f"The target runs another version: it takes moves of form {answer.form}, this engine makes form {FORM}."
             )
-        self.on_shelf, self.held_tokens = answer.on_shelf, answer.held_tokens
+        self.on_shelf, self.held_tokens, self.others_run = answer.on_shelf, answer.held_tokens, answer.others_run
 
     @property
     def prove(self) -> Proof:
@@ -124,10 +125,12 @@ class Way:
         pieces: AsyncIterator[ExportedPiece],
         largest_bytes: int,
         before_last: Callable[[ExportedPiece | None], Awaitable[None]],
+        ids: NDArray[np.int32] | None = None,
     ) -> AdoptedAnswer:
         """On a shelf: the manifest and the places of all that has not gone, each as soon as its piece is there, in exchanges
         between which room is made. `before_last` is asked before each piece, and before the manifest where nothing (None)
-        follows it; the first leave their engine while the manifest is written down. Returns the last exchange's answer."""
+        follows it; the first leave their engine while the manifest is written down. `ids`: its tokens, where they are at hand as
+        an array. Returns the last exchange's answer."""
         began_at, first = time.monotonic(), asyncio.ensure_future(anext(pieces, None))
         placing = _Placing(self, pieces, first, self._left_of(manifest, known_tokens), largest_bytes, before_last)
         try:
@@ -136,7 +139,7 @@ class Way:
             await asyncio.sleep(0)
             if not placing.left:
                 await before_last(None)
-            head = _headed(manifest, known_tokens)
+            head = _headed(manifest, known_tokens, ids)
             while True:
                 places = placing.announced
                 total_bytes = len(head) + places * PLACE.size
@@ -251,7 +254,7 @@ class _Placing:
         yield head
         placed_bytes = 0
         for count in range(places):
-            if placed_bytes >= PLACED_BYTES or not self._way.has_room(self._largest_bytes):
+            if self._is_enough(placed_bytes) or not self._way.has_room(self._largest_bytes):
                 yield PLACE.pack(NO_PLACE, b"") * (places - count)
                 return
             exported = await self._next()
@@ -263,6 +266,10 @@ class _Placing:
             placed_bytes += exported.data.nbytes
             self.left -= 1
             yield self._way.place(exported)
+
+    def _is_enough(self, placed_bytes: int) -> bool:
+        """Unless an exchange more would bring hardly anything."""
+        return placed_bytes >= PLACED_BYTES and self.left * self._largest_bytes > PLACED_BYTES
 
     async def _next(self) -> ExportedPiece:
         first, self._first = self._first, None
@@ -294,8 +301,9 @@ def _offset(exported: ExportedPiece) -> int:
     return exported.buffer.offset + exported.data.ctypes.data - exported.buffer.data.ctypes.data
 
 
-def _headed(manifest: Manifest, known_tokens: int) -> bytes:
+def _headed(manifest: Manifest, known_tokens: int, ids: NDArray[np.int32] | None = None) -> bytes:
     """The manifest without its tokens, then those that the target does not know: many numbers, read much faster so."""
     raw = replace(manifest, tokens=()).to_json()
-    ids = np.array(manifest.tokens[known_tokens:], dtype="<i4").tobytes()
-    return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(ids)) + ids
+    unknown = manifest.tokens[known_tokens:] if ids is None else ids[known_tokens:]
+    told = np.asarray(unknown, dtype="<i4").tobytes()
+    return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(told)) + told

@@ -6,13 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import blake3
 import numpy as np
+from numpy.typing import NDArray
 
 from engines.wire_handoff import PrefixMark
 
 MOST_MARKS = 256
 
+Tokens = Sequence[int] | NDArray[np.int32]
 
-def marks_of(tokens: Sequence[int], step_tokens: int) -> tuple[PrefixMark, ...]:
+
+def marks_of(tokens: Tokens, step_tokens: int) -> tuple[PrefixMark, ...]:
     """At every multiple of `step_tokens`, or of as many times it as leave MOST_MARKS; the shortest first."""
     while len(tokens) // step_tokens > MOST_MARKS:
         step_tokens *= 2
@@ -20,7 +23,7 @@ def marks_of(tokens: Sequence[int], step_tokens: int) -> tuple[PrefixMark, ...]:
     return tuple(PrefixMark(cut, digest) for cut, digest in zip(cuts, _digests(tokens, cuts), strict=True))
 
 
-def longest_marked(tokens: Sequence[int], marks: Sequence[PrefixMark]) -> int:
+def longest_marked(tokens: Tokens, marks: Sequence[PrefixMark]) -> int:
     """How many leading tokens of `tokens` are proved to be the marked ones."""
     cuts = [mark.tokens for mark in marks if mark.tokens <= len(tokens)]
     if any(later <= earlier for earlier, later in zip([0, *cuts], cuts, strict=False)):
@@ -33,7 +36,7 @@ def longest_marked(tokens: Sequence[int], marks: Sequence[PrefixMark]) -> int:
     return held
 
 
-def _digests(tokens: Sequence[int], cuts: Sequence[int]) -> Iterator[str]:
+def _digests(tokens: Tokens, cuts: Sequence[int]) -> Iterator[str]:
     hasher, at = blake3.blake3(), 0
     raw = memoryview(np.array(tokens[: cuts[-1]], dtype="<i4").tobytes()) if cuts else memoryview(b"")
     for cut in cuts:

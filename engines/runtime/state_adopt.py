@@ -32,6 +32,7 @@ from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Arrival, Delivery, arrive
 from engines.wire_handoff import PrefixMark
 
+NO_IDS = np.empty(0, dtype=np.int32)
 # Pieces that are on their way in while more are asked for.
 UNENTERED = 2
 
@@ -41,9 +42,10 @@ class Adopting:
 
     def __init__(self, core: EngineCore, terms: SharingTerms, arrival: Arrival) -> None:
         self.held_tokens = len(arrival.tokens)
+        self.others_run = arrival.others_run
         self.entered = 0
         self._core, self._terms, self._arrival = core, terms, arrival
-        self._lane = terms.dock.lane()
+        self._lane = terms.dock.lane(paired=True)
         self._pieces: list[StatePiece] = []
         # Checkpoints that come before the manifest.
         self._cuts = ComingCuts()
@@ -72,6 +74,11 @@ class Adopting:
             await self._terms.dock.perform(self._aborted)
         except EngineStopping:
             return  # the core has ended, and the slot with it
+
+    def let_go(self) -> None:
+        """Once all of it is in: what was told of it is kept no longer."""
+        self._pieces, self._cuts = [], ComingCuts()
+        self._arrival = Arrival(self._arrival.slot, [])
 
     @property
     def slot_id(self) -> int:
@@ -148,15 +155,16 @@ class Adopting:
             await to_its_end(self._entering.popleft())
             self.entered += 1
 
-    async def complete(self, manifest: Manifest) -> list[StatePiece]:
-        """What the source's stop says. Returns the pieces that are still to come.
+    async def complete(self, manifest: Manifest, told: NDArray[np.int32] = NO_IDS) -> list[StatePiece]:
+        """What the source's stop says; `told`: its last tokens, where they are at hand as an array. Returns the pieces that are
+        still to come.
 
         Raises StateIncompatible, or StateInvalid when what came in is not how it begins.
         """
         await self.settled()
         Fingerprint.parse(self._terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
         tokens, there = list(manifest.tokens), len(self._arrival.tokens)
-        ids = _ids(manifest, self._core.loaded.vocabulary.size)
+        ids = _ids(manifest, told, self._core.loaded.vocabulary.size)
         require_order(manifest.pieces, len(tokens), self._terms.layout)
         held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
         others = [piece for piece in manifest.pieces[len(held) :] if piece not in self._cuts.pieces]
@@ -274,6 +282,7 @@ async def adopting(
         index = slot_id if isinstance(slot_id, int) else slot_id(cache)
         arrival = yield from arrive(cache, index, [0] * expected_tokens, erase_existing=True, origin=origin)
         beside = [] if sibling is None else [sibling._arrival]
+        arrival.others_run = bool(cache.busy)
         arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks, beside)
         return arrival
 
@@ -283,15 +292,22 @@ async def adopting(
     return Adopting(core, terms, await terms.dock.take(work, give_back))
 
 
-def _ids(manifest: Manifest, vocabulary_size: int) -> NDArray[np.int32]:
-    """The tokens that have state. Raises StateInvalid for none, or some beyond the vocabulary."""
+def _ids(manifest: Manifest, told: NDArray[np.int32], vocabulary_size: int) -> NDArray[np.int32]:
+    """The tokens that have state, of which the last ones are at hand as an array. Raises StateInvalid for none, or some beyond
+    the vocabulary."""
     try:
-        every = np.frombuffer(array("i", manifest.all_tokens), dtype=np.int32)
+        before = np.frombuffer(array("i", manifest.tokens[: len(manifest.tokens) - len(told)]), dtype=np.int32)
     except OverflowError:
         raise StateInvalid("The state has tokens beyond all vocabularies.") from None
-    if not manifest.tokens or every.min() < 0 or every.max() >= vocabulary_size:
+    ids = np.concatenate((before, told)) if len(before) else told
+    if (
+        not len(ids)
+        or ids.min() < 0
+        or ids.max() >= vocabulary_size
+        or not 0 <= (manifest.next_token or 0) < vocabulary_size
+    ):
         raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
-    return every[: len(manifest.tokens)]
+    return ids
 
 
 def _looked_at(future: asyncio.Future[Any]) -> None:

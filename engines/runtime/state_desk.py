@@ -48,7 +48,7 @@ from engines.runtime.state_order import require_order
 from engines.runtime.state_sizes import kept_block_tokens, moved_block_tokens
 from engines.runtime.state_snapshot import Manifest
 from engines.runtime.state_terms import SharingTerms
-from engines.runtime.state_transfer import SlotLook
+from engines.runtime.state_transfer import Departure, SlotLook
 from engines.runtime.state_whole import WholeState, read_v2
 
 __all__ = ["FORMS", "ExportedState", "RestoreTerms", "RestoredState", "StateDesk", "StateMeta"]
@@ -99,6 +99,7 @@ class StateDesk:
         cores = len(os.sched_getaffinity(0))
         provers = min(MOST_PROVERS, max(1, cores - 1))
         self._proves_apart = cores >= LEAST_PROVING_CORES
+        self._pairs_prove_apart = cores >= 2 * LEAST_PROVING_CORES
         self._provers = ThreadPoolExecutor(provers, thread_name_prefix="state-proof")
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
         self._arena: Arena | None = None
@@ -135,11 +136,9 @@ class StateDesk:
         self.begin()
         return (await self._described(slot_id, look, form))[0]
 
-    async def export(
-        self, slot_id: int, form: str = "stream", *, block_tokens: int = 0, in_pieces: bool = False
-    ) -> ExportedState:
-        """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). With `in_pieces` it has no form
-        and its bytes are those of its pieces. Raises as `meta`, and SlotBusy and SlotEmpty."""
+    async def export(self, slot_id: int, form: str = "stream", *, block_tokens: int = 0) -> ExportedState:
+        """Takes the slot; its state leaves in blocks of so many tokens (0: the engine's own). Raises as `meta`, and SlotBusy and
+        SlotEmpty."""
         codec = self._codec(form)
         await self._identity.known()
         dock = await self._dock(codec)
@@ -147,11 +146,16 @@ class StateDesk:
             lambda cache: state_transfer.depart(cache, codec, slot_id), lambda taken: lambda cache: taken.end()
         )
         try:
-            meta, manifest = await self._described(slot_id, departure.look, form, block_tokens, in_pieces)
+            meta, manifest = await self._described(slot_id, departure.look, form, block_tokens)
             await dock.in_thread(lambda: departure.ids)
         except BaseException:
             await dock.perform(lambda cache: departure.end())
             raise
+        return ExportedState(meta, manifest, dock, departure, self._metrics)
+
+    def leaving(self, departure: Departure, dock: Dock, block_tokens: int = 0) -> ExportedState:
+        """As `export` in pieces, of a slot that was taken before."""
+        meta, manifest = self._describe(departure.slot.index, departure.look, "stream", block_tokens, in_pieces=True)
         return ExportedState(meta, manifest, dock, departure, self._metrics)
 
     async def restore(self, slot_id: int, terms: RestoreTerms, chunks: AsyncIterable[bytes]) -> RestoredState:
@@ -250,15 +254,16 @@ class StateDesk:
     # --- what a state is ------------------------------------------------------------------------
 
     async def _described(
-        self, slot_id: int, look: SlotLook, form: str, block_tokens: int = 0, in_pieces: bool = False
+        self, slot_id: int, look: SlotLook, form: str, block_tokens: int = 0
     ) -> tuple[StateMeta, Manifest]:
         """In a thread: the tokens of a long slot take milliseconds to write down."""
-        work = partial(self._describe, slot_id, look, form, block_tokens, in_pieces)
+        work = partial(self._describe, slot_id, look, form, block_tokens)
         return await to_its_end(asyncio.get_running_loop().run_in_executor(self._threads, work))
 
     def _describe(
-        self, slot_id: int, look: SlotLook, form: str, block_tokens: int, in_pieces: bool
+        self, slot_id: int, look: SlotLook, form: str, block_tokens: int, *, in_pieces: bool = False
     ) -> tuple[StateMeta, Manifest]:
+        """With `in_pieces` its bytes are those of its pieces, which takes no time to find out."""
         layout = self._codec().layout
         if not block_tokens and look.others_run:
             block_tokens = kept_block_tokens(self._config, layout)
@@ -363,7 +368,11 @@ class StateDesk:
                 self._arena = await to_its_end(
                     asyncio.get_running_loop().run_in_executor(self._threads, self._make_arena)
                 )
-        return Dock(self._core, codec, self._arena, self._threads, self._provers, proves_apart=self._proves_apart)
+        apart, pairs_apart = self._proves_apart, self._pairs_prove_apart
+        return Dock(
+            self._core, codec, self._arena, self._threads, self._provers,
+            proves_apart=apart, pairs_prove_apart=pairs_apart,
+        )  # fmt: skip
 
     def _make_arena(self) -> Arena:
         codec = self._codec()

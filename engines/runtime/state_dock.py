@@ -42,17 +42,22 @@ class Dock:
         provers: ThreadPoolExecutor,
         *,
         proves_apart: bool = True,
+        pairs_prove_apart: bool = True,
     ) -> None:
-        """`proves_apart` False: a checksum is made by the core's thread, beside which there is no core to spare for it."""
+        """`proves_apart` False: a checksum is made by the core's thread, beside which there is no core to spare for it.
+        `pairs_prove_apart` the same where another engine of this machine works at the same pieces."""
         self.codec = codec
         self.arena = arena
         self._core = core
         self._threads = threads
         self._provers = provers
         self._proves_apart = proves_apart
+        self._pairs_prove_apart = proves_apart and pairs_prove_apart
 
-    def lane(self) -> Lane:
-        return Lane(self._core, self.codec, self._provers, proves_apart=self._proves_apart)
+    def lane(self, *, paired: bool = False) -> Lane:
+        """`paired`: another engine of this machine takes the pieces in meanwhile, or gives them."""
+        proves_apart = self._pairs_prove_apart if paired else self._proves_apart
+        return Lane(self._core, self.codec, self._provers, proves_apart=proves_apart, tells_each=paired)
 
     def has_room(self, under_way: Iterable[int], size_bytes: int, *, coming_in: bool = False) -> bool:
         """Whether a transfer may have one more piece of `size_bytes` under way beside pieces of these sizes."""
@@ -88,16 +93,23 @@ class Lane:
     (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along. Where the codec
     queues, a job counts as done once a call of the next one has waited for its copies, and else once they were waited for. Where
     nothing is proved apart, what a quick job needs is done by the core's thread itself: its bytes are then in the caches of the
-    core that copies them.
+    core that copies them. `tells_each`: another engine waits for each job's end, which is told at once.
     """
 
     def __init__(
-        self, core: EngineCore, codec: StateCodec, threads: ThreadPoolExecutor, *, proves_apart: bool = True
+        self,
+        core: EngineCore,
+        codec: StateCodec,
+        threads: ThreadPoolExecutor,
+        *,
+        proves_apart: bool = True,
+        tells_each: bool = False,
     ) -> None:
         self._core = core
         self._codec = codec
         self._threads = threads
         self._proves_apart = proves_apart
+        self._tells_each = tells_each
         # Jobs whose copies may still be under way, with their results.
         self._queued: list[tuple[_Job, Any]] = []
         self._untold: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
@@ -157,7 +169,7 @@ class Lane:
                 busy = bool(cache.busy)
                 if busy:
                     self._settle_queued()
-                if self._proves_apart or len(self._jobs) < LEAST_AHEAD:
+                if self._proves_apart or self._tells_each or len(self._jobs) < LEAST_AHEAD:
                     self._tell()
                 if busy or time.monotonic() - began_at > IDLE_SLICE_S:
                     self._tell()

@@ -15,7 +15,7 @@ from engines.errors import EngineError
 from engines.runtime.arena import Arena, Buffer
 from engines.runtime.state_dock import Dock, Lane, to_its_end
 from engines.runtime.state_draft import DraftCodec, DraftLook
-from engines.runtime.state_forms import DIGEST_BYTES, Proof, digest_of, is_quick, stream_head
+from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of, is_quick, stream_head
 from engines.runtime.state_layout import Bytes, StateLayout
 from engines.runtime.state_metrics import StateMetrics
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
@@ -125,12 +125,15 @@ class ExportedState:
         self.manifest = manifest
         self.total_bytes = meta.state_bytes
         self._dock = dock
-        self._departure = departure
+        self.departure = departure
         self._metrics = metrics
         self._under_way: deque[_Leaving] = deque()
         self._early: _Leaving | None = None
         self._began_at = time.monotonic()
         self._sent_bytes = 0
+        self.has_left = False
+        # That of the piece which was begun before anybody asked for some.
+        self._lane: Lane | None = None
 
     @property
     def arena(self) -> Arena:
@@ -144,7 +147,8 @@ class ExportedState:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._drop_pieces()
-        await self._dock.perform(lambda cache: self._departure.end())
+        if not self.has_left:
+            await self._dock.perform(lambda cache: self.departure.end())
         complete = error is None and self._sent_bytes >= self.total_bytes
         outcome = "ok" if complete else error.code if isinstance(error, EngineError) else "broken_off"
         self._metrics.transfers.labels("export", outcome).inc()
@@ -158,10 +162,15 @@ class ExportedState:
             self._sent_bytes += len(buffer)
             yield buffer
 
-    async def pieces(self, prove: Proof = digest_of) -> AsyncIterator[ExportedPiece]:
-        """Each piece; the caller must free its buffer."""
-        await self._drop_pieces()
-        lane, waiting = self._dock.lane(), deque(self.manifest.pieces)
+    async def pieces(self, prove: Proof = digest_of, *, paired: bool = False) -> AsyncIterator[ExportedPiece]:
+        """Each piece; the caller must free its buffer. `paired`: another engine of this machine takes them in meanwhile."""
+        lane, waiting = self._lane, deque(self.manifest.pieces)
+        if lane is not None and paired and prove is checksum_of and self._under_way[0].piece == waiting[0]:
+            waiting.popleft()
+        else:
+            await self._drop_pieces()
+            lane = self._dock.lane(paired=paired)
+        self._lane = None
         self._begin_early(lane, prove)
         while True:
             while waiting and self._has_room(waiting[0]) and await self._begin(lane, waiting[0], prove):
@@ -176,9 +185,21 @@ class ExportedState:
             self._under_way.popleft()
             yield ExportedPiece(leaving.piece, leaving.buffer, data, proof)
 
+    def begin(self) -> None:
+        """The first piece leaves, if there is room for it, before it is known whether it is wanted: for `pieces` of a pair, by
+        checksum."""
+        first = self.manifest.pieces[0]
+        if self._dock.codec.queues or self._under_way or self.arena.path is None:
+            return
+        buffer = self.arena.take_now(self._room_of(first))
+        if buffer is not None:
+            self._lane = self._dock.lane(paired=True)
+            self._under_way.append(self._leaving(self._lane, first, buffer, checksum_of))
+
     def left(self, sent_bytes: int) -> None:
-        """All that was wanted of `pieces` has gone, as its metrics tell then."""
+        """All that was wanted of `pieces` has gone, as its metrics tell then; the slot is the caller's to give back."""
         self._sent_bytes, self.total_bytes = sent_bytes, sent_bytes
+        self.has_left = True
 
     def _has_room(self, piece: StatePiece) -> bool:
         return self._dock.has_room((other.piece.size_bytes for other in self._under_way), piece.size_bytes)
@@ -196,8 +217,7 @@ class ExportedState:
             self._under_way.append(self._early)
             self._early = None
             return True
-        codec, arena = self._dock.codec, self._dock.arena
-        wanted = codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
+        arena, wanted = self._dock.arena, self._room_of(piece)
         holds = self._under_way or self._early is not None
         buffer = arena.take_now(wanted) if holds else await arena.take(wanted)
         if buffer is None:
@@ -205,8 +225,11 @@ class ExportedState:
         self._under_way.append(self._leaving(lane, piece, buffer, prove))
         return True
 
+    def _room_of(self, piece: StatePiece) -> int:
+        return self._dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
+
     def _leaving(self, lane: Lane, piece: StatePiece, buffer: Buffer, prove: Proof) -> _Leaving:
-        codec, departure = self._dock.codec, self._departure
+        codec, departure = self._dock.codec, self.departure
         coming = lane.submit(
             lambda cache: departure.take(codec, piece, buffer.data),
             then=partial(departure.finished, codec, piece, prove),
@@ -223,7 +246,7 @@ class ExportedState:
 
     async def _whole(self) -> AsyncIterator[memoryview]:
         tokens = list(self.manifest.tokens)
-        whole = WholeState.blank(self._dock.codec.layout, tokens, self._departure.look.part_bytes)
+        whole = WholeState.blank(self._dock.codec.layout, tokens, self.departure.look.part_bytes)
         async for exported in self.pieces():
             piece = exported.piece
             with exported.buffer:
