@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PATH_HEADER = "X-Hydra-Path"
 JOURNAL_BYTES_HEADER, ELAPSED_HEADER, FROM_HEADER = "X-Hydra-Journal-Bytes", "X-Hydra-Elapsed-S", "X-Hydra-From-Event"
+# No site keeps a longer one; the request's own body has its usual bound behind it.
+MAX_JOURNAL_BYTES = 9 << 20
 CONTINUED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
@@ -76,7 +78,10 @@ class ContinueEndpoint:
             raise InvalidRequest(f"{PATH_HEADER} names an endpoint whose answers can be continued.", param=PATH_HEADER)
         journal_bytes = int(_number(request, JOURNAL_BYTES_HEADER))
         from_event = int(_number(request, FROM_HEADER)) if FROM_HEADER in request.headers else None
-        raw = await request.read()
+        if journal_bytes > MAX_JOURNAL_BYTES:
+            raise InvalidRequest(f"A journal has at most {MAX_JOURNAL_BYTES} bytes.", param=JOURNAL_BYTES_HEADER)
+        limit_bytes = self._preparation.config.max_body_bytes + journal_bytes
+        raw = await request.clone(client_max_size=limit_bytes).read()
         if journal_bytes > len(raw):
             raise InvalidRequest("The body is shorter than its journal.", param=JOURNAL_BYTES_HEADER)
         journal = await self._preparation.run(read_journal, raw[:journal_bytes])

@@ -74,7 +74,9 @@ class Stream:
 def pair(tiny_model: Callable[..., SyntheticModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, model = tmp_path_factory.mktemp("continue"), tiny_model("llama", tie_free=True)
     settings = {"slots": 3, "default_max_tokens": 40}
-    with EngineProcess(folder, model.path, **settings) as one, EngineProcess(folder, model.path, **settings) as other:
+    # The other one takes no larger requests than these: a journal is no part of that.
+    bounded = EngineProcess(folder, model.path, max_body_bytes=1024, **settings)
+    with EngineProcess(folder, model.path, **settings) as one, bounded as other:
         yield one, other
 
 
