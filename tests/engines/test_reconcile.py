@@ -87,7 +87,9 @@ def test_a_slow_load_has_minutes_and_not_more() -> None:
     assert decide(facts(state="starting", state_age_s=LOAD_DEADLINE_S + 1)) is Step.FAIL_LOAD
     # 25 GB from a disk that gives 40 MB a second.
     assert decide(facts(state="starting", state_age_s=LOAD_DEADLINE_S + 625, weights_bytes=25 * 10**9)) is None
-    assert decide(facts(state="starting", state_age_s=LOAD_DEADLINE_S + 1251, weights_bytes=25 * 10**9)) is Step.FAIL_LOAD
+    assert (
+        decide(facts(state="starting", state_age_s=LOAD_DEADLINE_S + 1251, weights_bytes=25 * 10**9)) is Step.FAIL_LOAD
+    )
 
 
 def test_a_silent_engine_is_given_up() -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from engines.errors import RpcRefused
+from engines.rpc_handoff import HandoffClient
+from engines.wire_handoff import HandoffBody
 from tests.engine_process import EngineProcess
-from tests.engines.runtime.handoff_pair import PATH, Follower, Pair, asked_to_move, body, headers
+from tests.engines.runtime.handoff_pair import (
+    PATH,
+    SECRET,
+    Follower,
+    Pair,
+    asked_to_move,
+    body,
+    engine_of,
+    headers,
+    name_of,
+)
+from tests.synthetic_gguf import SyntheticModel
 
 
 async def said(web: aiohttp.ClientSession, engine: EngineProcess, session: str, text: str) -> tuple[str, int, int]:
@@ -88,3 +102,27 @@ async def test_an_answer_that_ends_on_its_way_leaves_a_conversation_that_moves(
         assert answer.usage["completion_tokens"] == count
         await gone(home, name)
         assert name in await held(away)
+
+
+@pytest.mark.soak
+async def test_more_moves_than_send_at_once_wait_for_their_turn(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, web: aiohttp.ClientSession, session: str
+) -> None:
+    """Of requests that are named before they come; some stand in the line meanwhile."""
+    model, count = tiny_model("llama", tie_free=True), 12
+
+    async def moves(number: int) -> tuple[str, int]:
+        name = f"{session}.{number}"
+        answer = Follower(web, name, body(f"Story {number} of {count}. " * 60, 400), f"m{number}")
+        reading = asyncio.create_task(answer.read(home, {number: away}))
+        async with HandoffClient("127.0.0.1", home.config.rpc_port, secret=SECRET) as client:
+            port, move = away.config.rpc_port, name_of(name, number)
+            moved = await client.handoff(
+                HandoffBody(move, number, name, "127.0.0.1", port, SECRET, 300.0, f"m{number}")
+            )
+        await reading
+        assert answer.usage["completion_tokens"] == 400
+        return moved.kind, len(answer.moves)
+
+    with engine_of(tmp_path, model, slots=6) as home, engine_of(tmp_path, model, slots=count) as away, home.slowed():
+        assert await asyncio.gather(*map(moves, range(1, count + 1))) == [("live", 1)] * count
