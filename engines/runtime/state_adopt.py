@@ -10,6 +10,7 @@ import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -70,8 +71,10 @@ class Adopting:
             await asyncio.wait((entering,))
             if not entering.cancelled():
                 entering.exception()  # looked at: all of it is thrown away
+        # As they are now: `let_go` may have its turn before the core's thread does.
+        aborted = partial(self._aborted, self._cuts, self._arrival)
         try:
-            await self._terms.dock.perform(self._aborted)
+            await self._terms.dock.perform(aborted)
         except EngineStopping:
             return  # the core has ended, and the slot with it
 
@@ -84,11 +87,11 @@ class Adopting:
     def slot_id(self) -> int:
         return self._arrival.slot.index
 
-    def _aborted(self, _cache: PrefixCache) -> Generator[None, None, None]:
+    def _aborted(self, cuts: ComingCuts, arrival: Arrival, _cache: PrefixCache) -> Generator[None, None, None]:
         if self._is_in:
             return  # it was on its way in when the move was given up
-        self._cuts.drop()
-        yield from self._arrival.abort(self._terms.dock.codec)
+        cuts.drop()
+        yield from arrival.abort(self._terms.dock.codec)
 
     @property
     def tokens(self) -> list[int]:

@@ -84,7 +84,11 @@ async def resume(request: HttpRequest, session: str) -> HttpResponseBase:
 
 
 @endpoint(
-    "POST", operations=_act("Moves it to another engine: it is saved, and its next turn goes on there", TargetRequest)
+    "POST",
+    operations=_act(
+        "Moves it to another engine, live where it runs; where it cannot move it is saved, and its next turn goes on there",
+        TargetRequest,
+    ),
 )
 async def migrate(request: HttpRequest, session: str) -> HttpResponseBase:
     """POST /v1/sessions/{session}/migrate."""
