@@ -147,23 +147,13 @@ def register_gguf(
     A file that moved gets its new path. The first model of a pool becomes the default even when not asked to. With `host_name`,
     the path counts for that host; others keep theirs. A source and a verification once known are kept.
     """
-    context_train_tokens = header.context_train_tokens
-    values = {
-        "path": str(path),
-        "filename": path.name,
-        "size_bytes": header.size_bytes,
-        "architecture": header.architecture,
-        "quantization": header.quantization,
-        "parameter_count": header.parameter_count,
-        "context_train_tokens": context_train_tokens,
-        "header": _header_values(header),
-    }
+    values = _variant_values(path, header)
     with transaction.atomic():
         model, _ = Model.objects.get_or_create(
             name=name,
             defaults={
                 "display_name": display_name or header.name or name,
-                "context_tokens": context_train_tokens,
+                "context_tokens": header.context_train_tokens,
                 "generation_defaults": (defaults or GenerationDefaults()).as_dict(),
                 "pooling": header.pooling,
                 "speculation": Speculation.AUTO if header.nextn_layers else Speculation.NONE,
@@ -183,6 +173,20 @@ def register_gguf(
             _set_default(model.pk)
         publish_on_commit("model", model.pk)
     return _variant_view(variant)
+
+
+def _variant_values(path: Path, header: GgufHeader) -> dict[str, Any]:
+    """A variant's columns that its file alone tells."""
+    return {
+        "path": str(path),
+        "filename": path.name,
+        "size_bytes": header.size_bytes,
+        "architecture": header.architecture,
+        "quantization": header.quantization,
+        "parameter_count": header.parameter_count,
+        "context_train_tokens": header.context_train_tokens,
+        "header": _header_values(header),
+    }
 
 
 def set_default_model(name: str) -> bool:
