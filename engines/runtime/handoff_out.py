@@ -28,6 +28,7 @@ from engines.errors import (
     StateTooLarge,
 )
 from engines.rpc_handoff import HandoffClient
+from engines.rpc_serving import TOO_MANY_CONNECTIONS
 from engines.runtime.arena import ArenaFull
 from engines.runtime.core import EngineCore
 from engines.runtime.errands import Work
@@ -51,7 +52,8 @@ log = logging.getLogger("hydra.engine.handoff")
 MOST_AT_ONCE, MOST_UNDER_WAY = 4, 128
 MOST_KNOWN = 256
 MAX_DEADLINE_S = 600.0
-LOOK_EVERY_S = 0.02
+# How often is looked what is held, and at most how long is waited between two tries at a target that is full.
+LOOK_EVERY_S, FULL_PAUSE_S = 0.02, 0.5
 # A request that is asked for by its id may be on its way here; one that was refused never comes.
 APPEARS_S = 5.0
 # Connections to targets are used again within this time.
@@ -161,6 +163,7 @@ class LeavingHandoffs:
     async def _moved(self, body: HandoffBody) -> HandoffAnswer:
         began_at = time.monotonic()
         until, appears_until = began_at + min(body.deadline_s, MAX_DEADLINE_S), began_at + APPEARS_S
+        pause_s = LOOK_EVERY_S
         async with self._client(body) as target:
             while True:
                 try:
@@ -175,9 +178,10 @@ class LeavingHandoffs:
                     log.debug("handoff %s: %s", body.handoff, error)
                 except RpcRefused as error:
                     # A target to which many move at once takes one after the other.
-                    if error.peer_code != SlotBusy.code:
+                    if error.peer_code not in (SlotBusy.code, TOO_MANY_CONNECTIONS):
                         raise
                     log.debug("handoff %s: %s", body.handoff, error)
+                    pause_s = min(2 * pause_s, FULL_PAUSE_S)
                 except SessionNotHeld as error:
                     # An answer that ends on its way leaves a conversation that moves as any idle one does.
                     if body.request_id:
@@ -190,7 +194,7 @@ class LeavingHandoffs:
                         raise SessionNotHeld("This engine holds nothing of the session that could move.")
                 if time.monotonic() > until:
                     raise DeadlineExceeded("The move's time was up before the session could leave.")
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(pause_s)
 
     @asynccontextmanager
     async def _place(self, until: float) -> AsyncIterator[None]:
@@ -290,12 +294,15 @@ class LeavingHandoffs:
         terms = await self._desk.terms()
 
         def adopt_of(one: Generation, name: str) -> AdoptBody:
-            expected = min(len(one.tokens) + EXPECTED_MORE_TOKENS, len(one.prompt) + one.max_new_tokens)
+            most = len(one.prompt) + one.max_new_tokens
+            expected = min(len(one.tokens) + EXPECTED_MORE_TOKENS, most)
+            there = held if one is generation else replace(held, tokens=tuple(one.tokens))
+            adopt = _adopt_body(body, there, terms, one.request_id, expected)
+            if most < self._core.config.context_tokens:
+                adopt = replace(adopt, most_tokens=most)
             if one is generation:
-                return _adopt_body(body, held, terms, one.request_id, expected)
-            there = replace(held, tokens=tuple(one.tokens))
-            other = _adopt_body(body, there, terms, one.request_id, expected)
-            return replace(other, handoff=name, choice=one.choice, of=body.handoff)
+                return adopt
+            return replace(adopt, handoff=name, choice=one.choice, of=body.handoff)
 
         return await LiveMove(self._core, terms, target, body, generation, until, adopt_of).run()
 

@@ -126,3 +126,27 @@ async def test_more_moves_than_send_at_once_wait_for_their_turn(
 
     with engine_of(tmp_path, model, slots=6) as home, engine_of(tmp_path, model, slots=count) as away, home.slowed():
         assert await asyncio.gather(*map(moves, range(1, count + 1))) == [("live", 1)] * count
+
+
+@pytest.mark.soak
+async def test_an_answer_stays_where_it_can_become_as_long_as_was_asked_for(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, web: aiohttp.ClientSession, session: str
+) -> None:
+    """The target's context is smaller; a request that asked for no length goes there."""
+    model = tiny_model("llama", tie_free=True)
+    with engine_of(tmp_path, model) as home, engine_of(tmp_path, model, context_tokens=700) as away:
+        for number, count in ((1, 1500), (2, 100), (3, 4096)):
+            name = f"{session}.{number}"
+            answer = Follower(web, name, body("Tell a story. " * 8, count), f"s{number}")
+            reading = asyncio.create_task(answer.read(home, {number: away}))
+            with home.slowed():
+                await answer.until(20)
+                if number == 1:
+                    with pytest.raises(RpcRefused, match=r"may take \d+ tokens"):
+                        await asked_to_move(name, home, away, number)
+                else:
+                    assert (await asked_to_move(name, home, away, number)).kind == "live"
+            await reading
+            assert len(answer.moves) == (number != 1)
+            if number != 3:
+                assert answer.usage["completion_tokens"] == count
