@@ -82,7 +82,8 @@ class PrefixMark:
 class AdoptBody:
     """The source's first word to the target. `expected_tokens` is how long the state is thought to be at its end. `marks`: what
     the target may already hold of it, the shortest first. `of` names the move that this one is a part of: `choice` of the request
-    that comes by it. `constraint` is its form, which the target makes ready before the source stops. `form` is the move's own."""
+    that comes by it. `constraint` is its form, which the target makes ready before the source stops. `form` is the move's own.
+    A request that said how long its answer may be can grow to `most_tokens`; 0: as much as fits."""
 
     handoff: str
     fence: int
@@ -99,6 +100,7 @@ class AdoptBody:
     of: str = ""
     constraint: api_constraint.ConstraintSpec | None = None
     form: int = 1
+    most_tokens: int = 0
 
 
 @dataclass(frozen=True)

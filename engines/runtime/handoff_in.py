@@ -159,6 +159,9 @@ class ArrivingHandoffs:
         core = self._preparation.core
         if body.expected_tokens > core.config.context_tokens:
             raise StateTooLarge(f"The state has {body.expected_tokens} tokens; the context holds fewer.")
+        if body.most_tokens > core.config.context_tokens:
+            # Its answer would end here before it is as long as was asked for.
+            raise StateTooLarge(f"The request may take {body.most_tokens} tokens; the context holds fewer.")
         terms, origin = await self._desk.terms(), Origin(body.tenant, body.session)
         sibling = None if first is None else first.adopting
 
