@@ -29,6 +29,7 @@ from engines.runtime.embedding_metrics import EmbeddingMetrics
 from engines.runtime.http import EngineServer
 from engines.runtime.http_embeddings import PoolingServer
 from engines.runtime.metrics import EngineMetrics
+from engines.runtime.preparation import Preparation
 from engines.runtime.rpc_handoffs import HandoffOperations
 from engines.runtime.rpc_server import engine_rpc
 from engines.runtime.template_process import require_compiles
@@ -116,9 +117,10 @@ async def serve(config: EngineConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     core.start()
     log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model_path)
-    await _until_stopped(core, stop)
+    await _until_stopped(core, stop, server.preparation if isinstance(server, EngineServer) else None)
     if isinstance(server, EngineServer):
         await server.parking.stop()
+        await server.preparation.stop()
     core.stop()
     await asyncio.gather(runner.cleanup(), *([rpc.close()] if rpc else []))
     server.close()
@@ -147,11 +149,16 @@ def _rpc(config: EngineConfig, server: EngineServer | PoolingServer) -> RpcServe
     return engine_rpc(config, server.preparation, server.desk, HandoffOperations(server.arriving, server.leaving))
 
 
-async def _until_stopped(core: EngineCore | EmbeddingCore, stop: asyncio.Event) -> None:
+async def _until_stopped(
+    core: EngineCore | EmbeddingCore, stop: asyncio.Event, preparation: Preparation | None
+) -> None:
     """Returns on a signal or when the core ended by itself."""
     stopped, is_frozen = asyncio.ensure_future(stop.wait()), False
     while not stop.is_set() and core.state in ("loading", "ready"):
         if core.state == "ready" and not is_frozen:
+            if preparation is not None:
+                warming = asyncio.create_task(preparation.warm_up())
+                await asyncio.wait((stopped, warming), return_when=asyncio.FIRST_COMPLETED)
             # Modules and vocabulary stay until the end; a collection that walks over them holds up every stream's next token.
             gc.collect()
             gc.freeze()

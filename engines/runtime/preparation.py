@@ -6,6 +6,7 @@ Parsing, templating, tokenising and compiling a large request take long, and the
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from engines.arrival_order import ArrivalOrder
 from engines.config import EngineConfig
 from engines.errors import (
     ContextLengthExceeded,
+    EngineError,
     EngineLoading,
     EngineStopping,
     InvalidRequest,
@@ -49,11 +51,14 @@ if TYPE_CHECKING:
 PREPARE_THREADS = 2
 # So many requests may always wait for those threads; more where the waiting line behind them is longer.
 LEAST_PENDING = 64
+STOP_S = 5.0
 MAX_REQUEST_ID_CHARS = 128
 T = TypeVar("T")
 Asked = TypeVar("Asked")
 # What stands in a prompt for each image of a conversation, in order.
 Images = Sequence[Sequence[Part]]
+
+log = logging.getLogger("hydra.engine.preparation")
 
 
 def request_id(request: web.Request) -> str:
@@ -86,6 +91,7 @@ class Preparation:
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
         self._pending = 0
+        self._is_stopping = False
         # A request is prepared, looks for its beginning and is queued; these keep the order over the first two.
         self._preparing, self._looking = ArrivalOrder(), ArrivalOrder()
         self._making = threading.Lock()
@@ -97,6 +103,14 @@ class Preparation:
         # Set where there is a store.
         self.parking: Parking | None = None
 
+    async def stop(self) -> None:
+        """Ends the threads, which read the model that is about to be freed: what they have begun is done first, in STOP_S at
+        most. Whoever comes meanwhile is refused (EngineStopping)."""
+        self._is_stopping = True
+        pools = (self._pool, self._aside)
+        ending = [asyncio.create_task(asyncio.to_thread(pool.shutdown, cancel_futures=True)) for pool in pools]
+        await asyncio.wait(ending, timeout=STOP_S)
+
     def close(self) -> None:
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -105,6 +119,15 @@ class Preparation:
         with self._making:
             if self._template is not None:
                 self._template.close()
+
+    async def warm_up(self) -> None:
+        """Makes what the first request would else wait for: the template's process, which takes 70 ms, and a digest of the
+        vocabulary."""
+        try:
+            await self.run_aside(lambda: (self.template, self.tokenizer))
+        except EngineError as error:
+            # The template's fault, or the engine is on its way out: whoever asks is told.
+            log.info("chats cannot be prepared ahead: %s", error)
 
     async def run(self, work: Callable[..., T], *args: object) -> T:
         """`work(*args)` on one of the threads. Raises EngineLoading and EngineStopping while there is no model."""
@@ -125,6 +148,8 @@ class Preparation:
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> T:
         """Raises QueueFull rather than to let bodies pile up in front of busy threads."""
+        if self._is_stopping:
+            raise EngineStopping("The engine is shutting down.")
         self.llama  # noqa: B018 -- asks before a body is parsed for nothing
         if self._pending >= max(LEAST_PENDING, self.config.queue_limit + self.config.slots):
             raise QueueFull(f"{self._pending} requests are being prepared already.")

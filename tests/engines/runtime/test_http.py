@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from tests.engine_process import EngineProcess
@@ -271,6 +272,11 @@ def test_an_answer_without_a_limit_ends_at_the_engines_own(
 ) -> None:
     settings = {"default_max_tokens": 7, "default_temperature": 0.0}
     with EngineProcess(tmp_path, tiny_model("llama", tie_free=True).path, **settings) as engine:
+        # The template's process stands ready before anybody asks.
+        process, deadline = psutil.Process(engine.process.pid), time.monotonic() + 60
+        while not any("template_sandbox" in " ".join(child.cmdline()) for child in process.children()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         first, second = (post(engine, {"messages": HELLO})[1] for _ in range(2))
         assert first["usage"]["completion_tokens"] == 7
         assert first["choices"] == second["choices"]
