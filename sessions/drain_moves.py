@@ -180,7 +180,8 @@ async def _parked(known: Moved) -> Moved:
     """Saved, or marked as tried: why it did not move is told already."""
     try:
         view = await lifecycle.park(None, known.session)
-    except EngineError:
+    except EngineError as error:
+        logger.info("a conversation that did not move is not saved either: %s", error)
         return replace(known, tries=MOST_TRIES + 1)
     if any(snapshot.ready for snapshot in view.snapshots):
         return replace(known, outcome="saved", target="the store", reason="")
