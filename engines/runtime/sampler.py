@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from engines.api_schema import ChatRequest
 from engines.config import EngineConfig
 from engines.errors import InvalidRequest
-from engines.runtime.candidates import NoLogits, NoneAllowed, log_probabilities, top_candidates, top_of
+from engines.runtime.candidates import (
+    NoLogits,
+    NoneAllowed,
+    all_possible,
+    every_id,
+    log_probabilities,
+    top_candidates,
+    top_of,
+)
 from engines.runtime.constraint import Constraint
 from engines.runtime.llama import Llama
 
@@ -245,24 +253,33 @@ class Sampler:
             # In place: the row is computed anew before anybody reads it again.
             logits[self._bias_ids] += self._bias_values
         wanted = self.params.wanted_candidates if self._chain is not None else 1
-        count = wanted if wanted is not None else logits.shape[0]
         if self.constraint is not None:
-            token = self._draw_allowed(self.constraint, logits, count)
+            token = self._draw_allowed(self.constraint, logits, wanted)
+        elif wanted is None:
+            ids, values = all_possible(every_id(logits.shape[0]), logits)
+            if not ids.size:
+                raise NoLogits("logit_bias bans every token")
+            token = self._choose(ids, values, in_order=False)
         else:
-            token = self._choose(*top_candidates(logits, count))
+            token = self._choose(*top_candidates(logits, wanted))
         return token, None if probabilities is None else self._logprob(probabilities, token)
 
-    def _draw_allowed(self, constraint: Constraint, logits: NDArray[np.float32], count: int) -> int:
+    def _draw_allowed(self, constraint: Constraint, logits: NDArray[np.float32], wanted: int | None) -> int:
         allowed = constraint.allowed()
         if allowed is None:
             constraint.mask(logits)
-            ids, values = top_candidates(logits, count)
+            if wanted is None:
+                ids, values = all_possible(every_id(logits.shape[0]), logits)
+            else:
+                ids, values = top_candidates(logits, wanted)
+        elif wanted is None:
+            ids, values = all_possible(allowed, logits[allowed])
         else:
-            ids, values = top_of(allowed, logits[allowed], count)
+            ids, values = top_of(allowed, logits[allowed], wanted)
         # What is masked or banned stands at the end; without any candidate before it the bias leaves nothing.
         possible = int(np.count_nonzero(values > -np.inf))
         if possible:
-            token = self._choose(ids[:possible], values[:possible])
+            token = self._choose(ids[:possible], values[:possible], in_order=wanted is not None)
         else:
             token = constraint.only_end(logits)
         constraint.accept(token)

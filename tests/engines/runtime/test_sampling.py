@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from engines.runtime.candidates import NoLogits, log_probabilities, top_candidates
+from engines.runtime.candidates import NoLogits, all_possible, every_id, log_probabilities, top_candidates
 from engines.runtime.sampler import SamplingParams
 from tests.engines.runtime.test_core import GREEDY, finished, generation, prompt_of, run, running
 from tests.synthetic_gguf import SyntheticModel
@@ -39,6 +39,23 @@ def test_a_row_of_nan_gives_no_token() -> None:
     for count in (1, 40, 500):
         with pytest.raises(NoLogits):
             top_candidates(logits, count)
+
+
+def test_what_is_banned_is_no_candidate_of_a_whole_row() -> None:
+    logits = np.random.default_rng(1).normal(0, 5, 500).astype(np.float32)
+    ids, values = all_possible(every_id(500), logits)
+    assert ids.tolist() == list(range(500))
+    assert values is logits
+    logits[[3, 499]] = -np.inf
+    ids, values = all_possible(every_id(500), logits)
+    assert ids.tolist() == [n for n in range(500) if n not in (3, 499)]
+    assert values.tolist() == logits[ids].tolist()
+    ids, values = all_possible(every_id(500), np.full(500, -np.inf, dtype=np.float32))
+    assert not ids.size
+    assert not values.size
+    logits[77] = np.nan
+    with pytest.raises(NoLogits):
+        all_possible(every_id(500), logits)
 
 
 def test_log_probabilities_sum_to_one() -> None:
@@ -86,8 +103,9 @@ async def probabilities(model: SyntheticModel) -> dict[int, float]:
         replace(OPEN, top_k=20, top_p=0.8),
         replace(OPEN, top_k=20, min_p=0.5),
         replace(OPEN, top_k=8, temperature=0.5),
+        replace(OPEN, min_p=0.5),
     ],
-    ids=["top_k", "top_p", "min_p", "temperature"],
+    ids=["top_k", "top_p", "min_p", "temperature", "min_p of the whole vocabulary"],
 )
 async def test_the_distribution_is_the_models_cut_as_asked(
     tiny_model: Callable[..., SyntheticModel], path: str, params: SamplingParams
@@ -105,7 +123,7 @@ async def test_the_distribution_is_the_models_cut_as_asked(
 
 def _cut(probabilities: dict[int, float], params: SamplingParams) -> dict[int, float]:
     """What top_k, top_p, min_p and temperature leave of the likeliest tokens, by their definitions."""
-    kept = sorted(probabilities.items(), key=lambda item: -item[1])[: params.top_k]
+    kept = sorted(probabilities.items(), key=lambda item: -item[1])[: params.top_k or None]
     total = sum(p for _, p in kept)
     if params.top_p < 1:
         reached, enough = 0.0, []
