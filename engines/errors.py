@@ -23,9 +23,11 @@ EngineError
 │   ├── StateIncompatible       422  sound bytes, but of another model, KV type or layout
 │   ├── HandoffStale            409  a later move of the session was granted, or this one is over
 │   ├── HandoffUnknown          404  no move of that id brings a generation here
+│   ├── TargetRefused           409  the target of a move does not take it; names the target's own code
 │   ├── GenerationStays         409  the running request cannot move to another engine, for a reason that is told
 │   ├── GenerationMoved         409  the running request goes on at another engine; tells whoever follows it
 │   ├── StateTooLarge           413  more tokens than this engine's context takes
+│   ├── ContextTooShort         422  the answer would end here before it is as long as was granted where it began
 │   └── StateSharingOff         501  this engine's llama.cpp lays states out in an unknown way
 ├── NotServed                   501  this process does not serve that operation
 ├── ProtocolBroken              502  bytes that are not the binary protocol's, or an exchange that stopped midway
@@ -56,6 +58,7 @@ LaunchError                          an engine process could not be started (nev
 from __future__ import annotations
 
 from engines.error_base import EngineError as EngineError
+from engines.state_errors import ContextTooShort as ContextTooShort
 from engines.state_errors import GenerationMoved as GenerationMoved
 from engines.state_errors import GenerationStays as GenerationStays
 from engines.state_errors import HandoffStale as HandoffStale
@@ -73,6 +76,7 @@ from engines.state_errors import StateIncompatible as StateIncompatible
 from engines.state_errors import StateInvalid as StateInvalid
 from engines.state_errors import StateSharingOff as StateSharingOff
 from engines.state_errors import StateTooLarge as StateTooLarge
+from engines.state_errors import TargetRefused as TargetRefused
 
 
 class InvalidRequest(EngineError):
@@ -162,8 +166,8 @@ class RpcRefused(EngineError):
 
     code = "rpc_refused"
 
-    def __init__(self, message: str, *, peer_code: str = "", hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, peer_code: str = "", hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, hint=hint, param=param)
         self.peer_code = peer_code
 
 

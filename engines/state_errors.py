@@ -93,6 +93,14 @@ class HandoffUnknown(StateError):
     error_type = "not_found_error"
 
 
+class TargetRefused(StateError):
+    """The target of a move does not take it: `param` is its own code; its status and hint are taken over."""
+
+    code = "target_refused"
+    http_status = 409
+    error_type = "conflict_error"
+
+
 class GenerationStays(StateError):
     code = "generation_stays"
     http_status = 409
@@ -113,6 +121,13 @@ class StateTooLarge(StateError):
     http_status = 413
     error_type = "invalid_request_error"
     hint = "Serve the model with a longer context."
+
+
+class ContextTooShort(StateError):
+    code = "context_too_short"
+    http_status = 422
+    error_type = "invalid_request_error"
+    hint = "Have it continued by an engine with a longer context; with X-Hydra-May-Cut: 1 it goes on here as far as it fits."
 
 
 class StateSharingOff(StateError):

@@ -3,6 +3,9 @@
 The site sends what it kept of the stream (`sessions.stream_journal`) and the request; the engine takes both to where the client
 stands, and writes on. One lease moves along, one budget of time holds for all of it, and only so many engines are tried: a
 request that kills engines must not kill them all.
+
+An engine whose context holds less than the answer may need refuses, and another one is asked. Where there is none for a while,
+the answer goes on as far as it fits: one that ends early is better than one that breaks off.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ import aiohttp
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
-from engines.errors import EngineError, EngineUnreachable, NoEngineReady
+from engines.errors import (
+    ContextLengthExceeded,
+    ContextTooShort,
+    EngineError,
+    EngineUnreachable,
+    NoEngineReady,
+)
 from engines.services import EngineEndpoint
 from sessions.dispatch import Wishes
 from sessions.errors import PoolBusy
@@ -28,8 +37,12 @@ MOST_FAILOVERS = 2
 # An engine that has died is up again by then, unless its model is very large.
 PATIENCE_S = 90.0
 PAUSE_S = 0.5
+# So long an engine is waited for that surely does not cut the answer: where a client said how long it may be, and where it is as
+# long as fits, which few are.
+BOUNDED_PATIENCE_S, UNBOUNDED_PATIENCE_S = 30.0, 2.0
 PATH_HEADER, JOURNAL_BYTES_HEADER = "X-Hydra-Path", "X-Hydra-Journal-Bytes"
 ELAPSED_HEADER, FROM_HEADER = "X-Hydra-Elapsed-S", "X-Hydra-From-Event"
+MAY_CUT_HEADER = "X-Hydra-May-Cut"
 
 # Also where an engine has another model's tokens.
 _ANOTHER_MAY = TRY_ANOTHER | {422}
@@ -69,22 +82,58 @@ class Failover:
         # What was asked for the first way is not to end the request.
         wishes = replace(self._request.wishes, engine_name="", mode=None)
         until = time.monotonic() + min(PATIENCE_S, self._request.left_s)
+        whole_until = time.monotonic() + self._whole_patience_s
         failed = [] if lost is None else [lost]
+        short, out = list[EngineEndpoint](), list[EngineEndpoint]()
         while True:
             try:
                 return await self._tried(failed, wishes, from_event)
             except EngineError as error:
                 nobody_is_left = isinstance(error, (NoEngineReady, PoolBusy))
-                if time.monotonic() + PAUSE_S > until or error.http_status not in _ANOTHER_MAY:
+                is_late = time.monotonic() + PAUSE_S > until
+                if error.code in (ContextTooShort.code, ContextLengthExceeded.code):
+                    out.append(failed[-1])
+                    # The others do not even hold the prompt.
+                    short += out[-1:] if error.code == ContextTooShort.code else []
+                elif error.http_status not in _ANOTHER_MAY:
                     raise
                 logger.info("request %s cannot go on yet: %s", self._request.request_id, error)
+                if short and (is_late or (nobody_is_left and time.monotonic() > whole_until)):
+                    response = await self._cut(short, wishes, from_event)
+                    if response is not None:
+                        return response
+                if is_late:
+                    raise
             if nobody_is_left:
                 # An engine that was restarted is welcome again: the rows know which are ready.
-                failed = []
+                failed = list(out)
                 await asyncio.sleep(PAUSE_S)
 
+    @property
+    def _whole_patience_s(self) -> float:
+        return UNBOUNDED_PATIENCE_S if self._request.call.hints.most_output_tokens is None else BOUNDED_PATIENCE_S
+
+    async def _cut(
+        self, short: list[EngineEndpoint], wishes: Wishes, from_event: int | None
+    ) -> aiohttp.ClientResponse | None:
+        """The rest of the answer as far as it fits, from the one of them with the longest context; None where none takes it."""
+        for engine in sorted(short, key=lambda one: one.context_tokens, reverse=True):
+            try:
+                response = await self._tried([], replace(wishes, engine_name=engine.name), from_event, may_cut=True)
+            except EngineError as error:
+                logger.info("request %s cannot go on at engine %s: %s", self._request.request_id, engine.name, error)
+                continue
+            self._request.record.mark("shorter_context_s")
+            logger.warning(
+                "request %s goes on at engine %s, whose context holds less than the answer may need: it may end early",
+                self._request.request_id,
+                engine.name,
+            )
+            return response
+        return None
+
     async def _tried(
-        self, failed: list[EngineEndpoint], wishes: Wishes, from_event: int | None
+        self, failed: list[EngineEndpoint], wishes: Wishes, from_event: int | None, *, may_cut: bool = False
     ) -> aiohttp.ClientResponse:
         """One engine's answer; adds it to `failed` before it raises."""
         request = self._request
@@ -95,7 +144,7 @@ class Failover:
         request.record.placed()
         engine = request.sent.endpoint
         try:
-            response = await self._asked(engine, from_event)
+            response = await self._asked(engine, from_event, may_cut)
             if response.status == 200:
                 return response
             raise await refusal_of(response)
@@ -107,7 +156,7 @@ class Failover:
                 dispatcher().lost(engine)
             raise
 
-    async def _asked(self, engine: EngineEndpoint, from_event: int | None) -> aiohttp.ClientResponse:
+    async def _asked(self, engine: EngineEndpoint, from_event: int | None, may_cut: bool) -> aiohttp.ClientResponse:
         request, call, journal = self._request, self._request.call, self._journal
         path, body, headers = call.dialect.path, call.raw, request.headers()
         if journal.is_kept:
@@ -117,6 +166,8 @@ class Failover:
             headers[ELAPSED_HEADER] = f"{time.monotonic() - request.arrived_s:.3f}"
             if from_event is not None:
                 headers[FROM_HEADER] = str(from_event)
+            if may_cut:
+                headers[MAY_CUT_HEADER] = "1"
         return await EngineClient(engine.base_url, engine.secret).call(
             call.dialect.method,
             path,

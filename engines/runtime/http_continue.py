@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from engines.errors import InvalidRequest, StateIncompatible
+from engines.errors import ContextTooShort, InvalidRequest, StateIncompatible
 from engines.runtime.fingerprint import tokenizer_digest
 from engines.runtime.generation import Generation
 from engines.runtime.http_follow import RESUMPTION
@@ -21,13 +21,15 @@ from engines.runtime.journal import Journal, read_journal
 from engines.runtime.llama import Vocabulary
 from engines.runtime.operations import SSE, Operation
 from engines.runtime.preparation import Preparation
-from engines.runtime.replay import Replayed, replay
+from engines.runtime.replay import Replayed, Room, replay
 
 if TYPE_CHECKING:
     from engines.runtime.operations import Handler
 
 PATH_HEADER = "X-Hydra-Path"
 JOURNAL_BYTES_HEADER, ELAPSED_HEADER, FROM_HEADER = "X-Hydra-Journal-Bytes", "X-Hydra-Elapsed-S", "X-Hydra-From-Event"
+# Sent where nobody else goes on with the answer: one that ends early is better than one that breaks off.
+MAY_CUT_HEADER = "X-Hydra-May-Cut"
 # No site keeps a longer one; the request's own body has its usual bound behind it.
 MAX_JOURNAL_BYTES = 9 << 20
 CONTINUED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -35,22 +37,34 @@ _NUMBER = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
 class Resumption:
-    """How far a request came elsewhere. `body` is its own; with `from_event` its stream is written again from that event on."""
+    """How far a request came elsewhere. `body` is its own; with `from_event` its stream is written again from that event on, and
+    with `may_cut` it ends where the context does, should that be sooner than where it began."""
 
-    def __init__(self, journal: Journal, body: bytes, elapsed_s: float, from_event: int | None) -> None:
-        self.journal, self.body, self.from_event = journal, body, from_event
+    def __init__(
+        self, journal: Journal, body: bytes, elapsed_s: float, from_event: int | None, *, may_cut: bool = False
+    ) -> None:
+        self.journal, self.body, self.from_event, self.may_cut = journal, body, from_event, may_cut
         self.replayed = Replayed((), {})
         self._elapsed_s = elapsed_s
 
-    def bring(self, generations: Sequence[Generation], vocabulary: Vocabulary) -> None:
+    def require_fits(self, context_tokens: int) -> None:
+        """Raises ContextTooShort for an answer that would be cut, as far as the journal tells."""
+        longest = max(self.journal.most, default=0)
+        if longest > context_tokens and not self.may_cut:
+            raise ContextTooShort(
+                f"The answer may take {longest} tokens, its prompt included; this engine's context holds {context_tokens}."
+            )
+
+    def bring(self, generations: Sequence[Generation], vocabulary: Vocabulary, context_tokens: int) -> None:
         """Brings the request's generations there. Raises StateIncompatible for another model's tokens, and as `replay` does."""
         if tokenizer_digest(vocabulary) != self.journal.head.tokenizer:
             raise StateIncompatible("The answer's beginning is in another model's tokens.")
-        self.replayed = replay(self.journal, generations, vocabulary, self._elapsed_s)
+        room = Room(context_tokens, self.may_cut)
+        self.replayed = replay(self.journal, generations, vocabulary, self._elapsed_s, room)
 
     def unfinished(self, generations: Sequence[Generation]) -> list[Generation]:
         """Those that have something to say yet."""
-        return [generation for generation in generations if generation.choice not in self.replayed.ended]
+        return [one for one in generations if one.choice not in self.replayed.ended and one.outcome is None]
 
 
 class ContinueEndpoint:
@@ -85,7 +99,11 @@ class ContinueEndpoint:
         if journal_bytes > len(raw):
             raise InvalidRequest("The body is shorter than its journal.", param=JOURNAL_BYTES_HEADER)
         journal = await self._preparation.run(read_journal, raw[:journal_bytes])
-        request[RESUMPTION] = Resumption(journal, raw[journal_bytes:], _number(request, ELAPSED_HEADER), from_event)
+        elapsed_s, may_cut = _number(request, ELAPSED_HEADER), request.headers.get(MAY_CUT_HEADER) == "1"
+        resumption = Resumption(journal, raw[journal_bytes:], elapsed_s, from_event, may_cut=may_cut)
+        # Before anything is computed of a prompt for nothing.
+        resumption.require_fits(self._preparation.config.context_tokens)
+        request[RESUMPTION] = resumption
         return await handler(request)
 
 

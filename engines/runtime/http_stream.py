@@ -130,6 +130,7 @@ class _WayOut:
             if self._journal is not None:
                 head = Head(first.params.seed, begun_at(self._request), first.tokenizer)
                 self._frames.append(begun(head))
+                self._journal.opened()
             self._frames += _events(opening)
         await self.send()
         return dict(resumption.replayed.ended) if resumption is not None else _ended(self._generations)

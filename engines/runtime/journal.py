@@ -45,7 +45,8 @@ class Entry:
 
     `times` (cached tokens, seconds of queue and of prompt) and `waits` (seconds of restoring, and of others' prompts) come with a
     choice's first tokens, `drafts` (how many, their tokens, those accepted; so far) where something was drafted. `is_ping` and
-    `is_closing` stand for the stream's own events: all of it is written behind the latter.
+    `is_closing` stand for the stream's own events: all of it is written behind the latter. `most`, in the first one, is how many
+    tokens each choice may have, its prompt included.
     """
 
     choice: int
@@ -61,12 +62,18 @@ class Entry:
     is_closing: bool = False
     waits: tuple[float, float] | None = None
     drafts: tuple[int, int, int] | None = None
+    most: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Journal:
     head: Head
     entries: tuple[Entry, ...]
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """How many tokens each choice may have, its prompt included; () where the engine that began it did not say."""
+        return next((entry.most for entry in self.entries if entry.most), ())
 
 
 class JournalWriter:
@@ -100,6 +107,10 @@ class JournalWriter:
         if piece.finish_reason is not None and piece.finish_reason != "moved" and piece.stats is not None:
             more["reason"], more["stats"] = piece.finish_reason, asdict(piece.stats)
         self._add(piece.choice, len(piece.text), list(piece.token_ids), more)
+
+    def opened(self) -> None:
+        """The answer begins here, where it was settled how long it may get."""
+        self._add(0, 0, [], {"most": [len(one.prompt) + one.max_new_tokens for one in self._generations]})
 
     def ping(self) -> None:
         self._add(0, 0, [], {"ping": True})
@@ -165,7 +176,8 @@ def _entry(values: list[Any]) -> Entry:
     if not (_counts((choice, characters, *token_ids)) and choice < MOST_CHOICES):
         raise ValueError("counts")
     times, waits, drafts = more.get("times"), more.get("waits"), more.get("drafts", ())
-    if not _counts(drafts):
+    most = more.get("most", ())
+    if not (_counts(drafts) and _counts(most)):
         raise ValueError("drafts")
     stats = more.get("stats")
     return Entry(
@@ -182,6 +194,7 @@ def _entry(values: list[Any]) -> Entry:
         is_closing=bool(more.get("closed")),
         waits=(float(waits[0]), float(waits[1])) if waits else None,
         drafts=(drafts[0], drafts[1], drafts[2]) if drafts else None,
+        most=tuple(most),
     )
 
 

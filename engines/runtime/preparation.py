@@ -42,8 +42,10 @@ from engines.runtime.media_image import ImageFile, image_file
 from engines.runtime.media_projector import Part
 from engines.runtime.media_span import NO_SPANS, SpanMap
 from engines.runtime.origin import UNKNOWN, RequestOrigin
+from engines.runtime.raw_cuts import raw_cuts
 from engines.runtime.request_defaults import RequestDefaults
 from engines.runtime.sampler import SEED_MASK, SamplingParams
+from engines.runtime.text import NOTHING_SAID
 
 if TYPE_CHECKING:
     from engines.runtime.parking import Parking
@@ -228,14 +230,15 @@ class Preparation:
                 yield
             return
         if origin.resumption is not None:
-            await self.run(origin.resumption.bring, generations, self.llama.vocabulary)
+            bring, limit = origin.resumption.bring, self.config.context_tokens
+            await self.run(bring, generations, self.llama.vocabulary, limit)
         for generation in generations:
             generation.tenant, generation.session = origin.tenant, origin.session
             generation.followed = origin.follows and not generation.spans
             if generation.followed:
                 generation.siblings = tuple(generations)
-                if generation.params.top_logprobs is not None and generation.text.said is None:
-                    generation.text.said = []
+                if generation.keeps_pieces and generation.text.said is None:
+                    generation.text.said = [NOTHING_SAID]
             if origin.budget_s is not None:
                 generation.deadline_at = min(generation.deadline_at, time.monotonic() + origin.budget_s)
         spans = generations[0].spans  # all choices show the same
@@ -355,8 +358,7 @@ class Preparation:
                 choice=index,
                 reuse_prefix=request.cache_prompt,
                 wants_progress=request.return_progress and request.stream and index == 0,
-                # Where a prefix can be cut anywhere a prompt is not stopped for them.
-                cuts=list(cuts) if self.llama.needs_checkpoints else [],
+                cuts=self._cuts(prompt, cuts, spans),
                 system_cut=system_cut,
                 spans=spans,
                 owner=request.prompt_cache_key or request.user or "",
@@ -367,6 +369,12 @@ class Preparation:
             )
             for index, prompt in enumerate(choices)
         ]
+
+    def _cuts(self, prompt: Sequence[int], of_template: Sequence[int], spans: SpanMap) -> list[int]:
+        """Where a prefix can be cut anywhere a prompt is not stopped for them."""
+        if not self.llama.needs_checkpoints:
+            return []
+        return list(of_template) or ([] if spans else raw_cuts(prompt, self.llama.vocabulary.cursor_marker))
 
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         vocabulary = self.llama.vocabulary

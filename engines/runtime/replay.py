@@ -2,7 +2,8 @@
 
 What a generation is follows from its request and its tokens: text and what is held back of it, the constraint's place, the
 penalties' window, the numbers drawn from the seed, the thinking budget. So all of it is found again by going through the tokens
-once more; only KV is computed anew, or found in a slot or a store, as for any prompt.
+once more; only KV is computed anew, or found in a slot or a store, as for any prompt. How long it may get was settled where it
+began.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engines.errors import InvalidRequest
+from engines.errors import ContextTooShort, InvalidRequest
 from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.journal import Entry, Journal
 from engines.runtime.llama import Vocabulary
 from engines.runtime.sampler import SEED_MASK
-from engines.runtime.text import TextAssembler
+from engines.runtime.text import NOTHING_SAID, TextAssembler
 from engines.runtime.thinking_budget import spend_budget
 
 
@@ -28,6 +29,14 @@ class Replayed:
     pieces: tuple[Piece | None, ...]
     ended: dict[int, Piece]
     is_closed: bool = False
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the context holds; with `may_cut` a longer answer ends where that is full."""
+
+    context_tokens: int
+    may_cut: bool = False
 
 
 @dataclass
@@ -62,11 +71,14 @@ class _Choice:
             self.end = entry
 
 
-def replay(journal: Journal, generations: Sequence[Generation], vocabulary: Vocabulary, elapsed_s: float) -> Replayed:
+def replay(
+    journal: Journal, generations: Sequence[Generation], vocabulary: Vocabulary, elapsed_s: float, room: Room
+) -> Replayed:
     """Brings the request's fresh generations to where the journal ends; their mailbox has what was drawn and not written.
 
-    `elapsed_s`: so long ago the request came to the first engine. Any thread, before the generations are submitted. Raises
-    InvalidRequest for a journal that is not this request's, ConstraintFailed for tokens that its form does not allow.
+    `elapsed_s`: so long ago the request came to the first engine. Any thread, before the generations are submitted. Those that
+    have no room to go on have their `outcome`. Raises InvalidRequest for a journal that is not this request's, ConstraintFailed
+    for tokens that its form does not allow, ContextTooShort for an answer that would be cut.
     """
     choices = [_Choice() for _ in generations]
     for entry in journal.entries:
@@ -79,12 +91,41 @@ def replay(journal: Journal, generations: Sequence[Generation], vocabulary: Voca
             raise InvalidRequest("The journal names tokens beyond the vocabulary.")
         seed = (journal.head.seed + index) & SEED_MASK
         generation.params = replace(generation.params, seed=seed)
-        _bring(generation, choice, vocabulary)
+        _bound(generation, choice, journal.most[index : index + 1], room)
+        rest = _bring(generation, choice, vocabulary)
         _time(generation, choice, now - elapsed_s)
+        if choice.end is None:
+            _go_on(generation, rest, room, now)
     return _written(journal, generations, choices)
 
 
-def _bring(generation: Generation, choice: _Choice, vocabulary: Vocabulary) -> None:
+def _bound(generation: Generation, choice: _Choice, most: Sequence[int], room: Room) -> None:
+    """As long as the answer may get where it began; of one whose engine did not say (`most` is empty) as a new one here."""
+    prompt_tokens = len(generation.prompt)
+    longest = most[0] if most else prompt_tokens + len(choice.tokens)
+    if choice.end is None and longest > room.context_tokens and not room.may_cut:
+        raise ContextTooShort(
+            f"The answer may take {longest} tokens, its prompt included; this engine's context holds {room.context_tokens}."
+        )
+    if most:
+        generation.max_new_tokens = max(1, most[0] - prompt_tokens)
+
+
+def _go_on(generation: Generation, rest: str, room: Room, now: float) -> None:
+    """What was drawn and not written comes first; a context that is full with it has no place for more."""
+    generation.max_new_tokens = min(generation.max_new_tokens, room.context_tokens - len(generation.prompt))
+    if len(generation.tokens) < room.context_tokens:
+        if rest:
+            generation.mailbox.put(Piece(generation.choice, rest))
+        return
+    stats = generation.stats(now)
+    generation.outcome = "length", stats
+    rest += generation.text.finish().text
+    generation.mailbox.put(Piece(generation.choice, rest, finish_reason="length", stats=stats))
+
+
+def _bring(generation: Generation, choice: _Choice, vocabulary: Vocabulary) -> str:
+    """Returns what of its text was not written yet."""
     tokens = choice.tokens
     if choice.end is None:
         tokens = _to_go_on_from(generation, choice, vocabulary)
@@ -97,13 +138,11 @@ def _bring(generation: Generation, choice: _Choice, vocabulary: Vocabulary) -> N
     generation.unposted()
     choice.text = text
     if choice.end is not None:
-        return
+        return ""
     generation.draws = spend_budget(generation, tokens)
     if generation.constraint is not None:
         generation.constraint.replay(tokens)
-    rest = text[choice.characters :]
-    if rest:
-        generation.mailbox.put(Piece(generation.choice, rest))
+    return text[choice.characters :]
 
 
 def _to_go_on_from(generation: Generation, choice: _Choice, vocabulary: Vocabulary) -> list[int]:
@@ -146,6 +185,8 @@ def _written(journal: Journal, generations: Sequence[Generation], choices: Seque
     ended: dict[int, Piece] = {}
     is_closed = False
     for entry in journal.entries:
+        if entry.most:
+            continue
         if entry.is_ping or entry.is_closing:
             pieces += [None] if entry.is_ping else []
             is_closed |= entry.is_closing
@@ -161,9 +202,9 @@ def _written(journal: Journal, generations: Sequence[Generation], choices: Seque
             if stats is not None:
                 generations[entry.choice].outcome = entry.reason, stats
     for generation, choice in zip(generations, choices, strict=True):
-        if generation.params.top_logprobs is not None:
+        if generation.keeps_pieces:
             mine = [piece for piece in pieces if piece is not None and piece.choice == generation.choice]
             rest = choice.text[choice.at :]
             said = [(len(piece.text), piece.logprobs) for piece in mine]
-            generation.text.said = [*said, *([(len(rest), ())] if rest else [])]
+            generation.text.said = [NOTHING_SAID, *said, *([(len(rest), ())] if rest else [])]
     return Replayed(tuple(pieces), ended, is_closed)

@@ -13,7 +13,7 @@ import pytest
 from engines.runtime.generation import Piece
 from engines.runtime.journal import Head, JournalWriter, begun, read_journal
 from engines.runtime.llama import Vocabulary
-from engines.runtime.replay import replay
+from engines.runtime.replay import Room, replay
 from tests.engine_client import Answer, post
 from tests.engine_process import EngineProcess
 from tests.engines.runtime.test_core import generation
@@ -184,7 +184,7 @@ def test_what_was_drafted_and_waited_for_is_counted_on(tiny_vocabulary: Vocabula
     frames = begun(Head(1, 1, "")) + writer.mark()
     lines = [frame.partition(b"\ndata: ")[2] for frame in frames.split(b"\n\n")]
     again = generation([1, 2], 9)
-    replay(read_journal(b"\n".join(lines)), [again], tiny_vocabulary, 3.0)
+    replay(read_journal(b"\n".join(lines)), [again], tiny_vocabulary, 3.0, Room(512))
     assert (again.tokens, again.cached_tokens) == ([1, 2, 5, 6], 2)
     assert (again.drafts, again.drafted_tokens, again.accepted_tokens) == (3, 7, 5)
     assert (again.restore_s, again.prompt_wait_s) == (0.5, 0.25)
