@@ -22,13 +22,13 @@ from engines.errors import EngineError, EngineUnreachable, GenerationMoved, Hand
 from engines.services import EngineEndpoint
 from pools.db import in_db
 from sessions import handoffs
-from sessions.dialects import CHAT, COMPLETIONS, MESSAGES
+from sessions.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from sessions.engine_call import EngineCall
 
-# What an engine can continue is what it would have sent; other dialects give names of their own to parts of an answer.
-FOLLOWED = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, MESSAGES))
+# What an engine can continue is what it would have sent.
+FOLLOWED = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, RESPONSES, MESSAGES))
 MARK = b"event: hydra."
-FOLLOWS_HEADER, PATH_HEADER = "X-Hydra-Follows", "X-Hydra-Path"
+FOLLOWS_HEADER, PATH_HEADER, BEGUN_HEADER = "X-Hydra-Follows", "X-Hydra-Path", "X-Hydra-Begun-At"
 ARRIVAL_TRIES = 3
 ARRIVAL_PAUSE_S = 0.3
 # A lost engine's move was committed or was not; the other one knows within its own patience with a silent source.
@@ -49,13 +49,20 @@ class Continuation:
 
 class Follower:
     """Of one answer; `close` it. `moved` is set once the engine has said that it has sent all it ever will; `target` is who was
-    asked to go on, and `lost` that one where it could not be reached."""
+    asked to go on, and `lost` that one where it could not be reached. `created` tells when the answer says it was begun (seconds
+    since 1970), 0 where nobody knows."""
 
-    def __init__(self, call: EngineCall, request_id: uuid.UUID, headers: Callable[[], dict[str, str]]) -> None:
+    def __init__(
+        self,
+        call: EngineCall,
+        request_id: uuid.UUID,
+        headers: Callable[[], dict[str, str]],
+        created: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.moved = False
         self.target: EngineEndpoint | None = None
         self.lost: EngineEndpoint | None = None
-        self._call, self._request_id, self._headers = call, request_id, headers
+        self._call, self._request_id, self._headers, self._created = call, request_id, headers, created
         self._handoff = ""
         self._coming: asyncio.Task[Continuation] | None = None
 
@@ -107,6 +114,9 @@ class Follower:
 
     async def _opened(self, handoff: str) -> Continuation:
         self.target = endpoint = await in_db(handoffs.target_of, handoff)
+        headers = {**self._headers(), PATH_HEADER: self._call.dialect.path}
+        if created := self._created():
+            headers[BEGUN_HEADER] = str(created)
         response = await EngineClient(endpoint.base_url, endpoint.secret).call(
             "POST",
             f"/handoffs/{handoff}/stream",
@@ -114,7 +124,7 @@ class Follower:
             request_id=str(self._request_id),
             # It says nothing until the generation is there, and nothing between the pieces of a whole answer.
             silence_s=ANSWER_TIMEOUT_S,
-            headers={**self._headers(), PATH_HEADER: self._call.dialect.path},
+            headers=headers,
         )
         if response.status != 200:
             moved_on = await _moved_on(response)

@@ -23,6 +23,7 @@ from sessions.choices import ChatSource, TurnState
 from sessions.dispatch import NO_WISHES, Dispatched, Wishes
 from sessions.engine_call import EngineCall
 from sessions.failover import Failover
+from sessions.follow import Follower
 from sessions.identity import Identity
 from sessions.relayed_request import RelayedRequest, bounded, dispatcher, send, time_up
 from sessions.request_timeline import tell_refused
@@ -68,10 +69,13 @@ class EngineAnswer:
         self._closed = False
         self._is_late = False
         self._ending = asyncio.get_running_loop().call_later(request.patience_s, self._end_reading)
-        self._follower = request.follower()
         self._journal = journal or StreamJournal()
+        self._follower = self._new_follower()
         self._journal.on_move = lambda frame: self._follower.heard(frame)
         self._failover = Failover(request, self._journal)
+
+    def _new_follower(self) -> Follower:
+        return self._request.follower(lambda: self._journal.created)
 
     @property
     def split(self) -> Split | None:
@@ -195,7 +199,7 @@ class EngineAnswer:
     def _take(self, response: aiohttp.ClientResponse) -> None:
         """Read on at the engine that takes a lost one's place."""
         self._follower.close()
-        self._follower = self._request.follower()
+        self._follower = self._new_follower()
         self._journal.goes_on()
         self._response.close()
         self._response, self.engine, self.sent = response, self._request.sent.endpoint, self._request.sent

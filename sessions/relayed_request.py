@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -189,8 +189,9 @@ class RelayedRequest:
             self.split.begin(sent.decode_limit, self.record.begun)
             self.record.split = self.split
 
-    def follower(self) -> Follower:
-        return Follower(self.call, self.request_id, self.headers)
+    def follower(self, created: Callable[[], int] = lambda: 0) -> Follower:
+        """`created` as in `Follower`."""
+        return Follower(self.call, self.request_id, self.headers, created)
 
     def headers(self) -> dict[str, str]:
         """Who asks, how long it may take, and how the answer can be followed."""

@@ -13,7 +13,7 @@ from engines.services import EngineEndpoint
 from pools.db import in_db_within
 from pools.router_views import RUN_MODES, RunMode
 from sessions import kv_losses
-from sessions.dialects import CHAT, COMPLETIONS, MESSAGES
+from sessions.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from sessions.engine_call import EngineCall
 
 KNOWN_S = 10.0
@@ -22,7 +22,7 @@ MAX_KNOWN = 256
 # Asked of a chat, these make several answers of it, which need several places at the second engine: it is not split. What only
 # looks like one of them costs a split and no answer.
 _FIXING = re.compile(rb'"(?:n|best_of)"\s*:(?!\s*(?:1\b|null))')
-_MOVABLE = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, MESSAGES))
+_MOVABLE = frozenset(dialect.path for dialect in (CHAT, COMPLETIONS, RESPONSES, MESSAGES))
 
 logger = logging.getLogger(__name__)
 

@@ -94,6 +94,16 @@ class StreamJournal:
             self.lines += line + b"\n"
 
     @property
+    def created(self) -> int:
+        """When the answer says it was begun, in seconds since 1970; 0 where its engine has not told."""
+        if not self.is_kept:
+            return 0
+        try:
+            return int(json.loads(self.lines[: self.lines.find(b"\n")])["created"])
+        except (ValueError, KeyError, TypeError):
+            return 0
+
+    @property
     def is_closed(self) -> bool:
         """Whether the stream's very end is here."""
         return b'"closed"' in self.lines[self.lines.rfind(b"\n", 0, -1) + 1 :]

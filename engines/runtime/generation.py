@@ -143,6 +143,7 @@ class Generation:
     request; of one that came, `continued` are the pieces that were sent elsewhere, and `arrived_tokens` of its answer were drawn
     there. `outcome` is how it ended. `draws` random numbers were used up by an engine that
     was lost. `tokenizer` names the vocabulary of its tokens. `system_cut` tokens of the prompt are its system prompt and tools.
+    Whoever reads one that `counts_pieces` numbers what is made of them, so that they go along when it moves.
     `incoming` is what the host's store has of the prompt; bringing it in took `restore_s`. Steps with chunks of prompts
     had taken `prompts_before_s` in all when it got its slot; since then `computed_s` for its own, `prompt_wait_s` for others'.
     """
@@ -183,6 +184,7 @@ class Generation:
     arrived_tokens: int | None = None
     draws: int = 0
     tokenizer: str = ""
+    counts_pieces: bool = False
     handoff: str = ""
     siblings: tuple[Generation, ...] = field(default=(), repr=False)
     outcome: tuple[str, Stats] | None = None
@@ -199,6 +201,11 @@ class Generation:
         self.acceptance = Acceptance()
         self.needs_whole_rows = False
         self.forced: deque[int] = deque()
+
+    @property
+    def keeps_pieces(self) -> bool:
+        """Whether it takes more than the text so far to go on with its answer elsewhere."""
+        return self.counts_pieces or self.params.top_logprobs is not None
 
     @property
     def origin(self) -> Origin:

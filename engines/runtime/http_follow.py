@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,18 +21,17 @@ if TYPE_CHECKING:
 ADOPTED = "hydra.adopted"
 RESUMPTION = "hydra.resumption"
 _BEGUN_AT = "hydra.begun_at"
+# Of an answer that goes on here, as a site tells it, in seconds since 1970.
+BEGUN_HEADER = "X-Hydra-Begun-At"
+_SECONDS = re.compile(r"[0-9]{1,12}")
 
 
 def origin_of(request: web.Request) -> RequestOrigin:
     """What the headers say, and the generation that moved here for this request. Raises as `read_origin`."""
     adopted: Adopted | None = request.get(ADOPTED)
     follows = request.headers.get(FOLLOWS_HEADER) == "1"
-    return replace(unfollowed_origin_of(request), follows=follows, adopted=adopted)
-
-
-def unfollowed_origin_of(request: web.Request) -> RequestOrigin:
-    """The same for answers that do not move while they run."""
-    return replace(read_origin(request.headers), resumption=resumption_of(request))
+    resumption = resumption_of(request)
+    return replace(read_origin(request.headers), follows=follows, adopted=adopted, resumption=resumption)
 
 
 def resumption_of(request: web.Request) -> Resumption | None:
@@ -49,6 +49,9 @@ def begun_at(request: web.Request) -> int:
     resumption = resumption_of(request)
     if resumption is not None:
         return resumption.journal.head.created
+    told = request.headers.get(BEGUN_HEADER, "")
+    if ADOPTED in request and _SECONDS.fullmatch(told):
+        return int(told)
     begun: int = request.setdefault(_BEGUN_AT, int(time.time()))
     return begun
 

@@ -17,7 +17,7 @@ from engines.runtime.operations import JSON, SSE, Operation, Parameter
 from engines.runtime.preparation import request_id
 
 PATH_HEADER = "X-Hydra-Path"
-FOLLOWED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages")
+FOLLOWED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 class HandoffEndpoint:

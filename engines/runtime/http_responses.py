@@ -7,7 +7,7 @@ from aiohttp import web
 from engines.api_responses import ResponsesRequest, parse_responses_request
 from engines.api_schema import ChatRequest
 from engines.runtime.http_chat import PreparedChat, prepare_chat
-from engines.runtime.http_follow import asked_body, begun_at, unfollowed_origin_of
+from engines.runtime.http_follow import asked_body, begun_at, origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
 from engines.runtime.preparation import Images, Preparation, request_id
@@ -32,7 +32,7 @@ class ResponsesEndpoint:
         ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        identity, origin = request_id(request), unfollowed_origin_of(request)
+        identity, origin = request_id(request), origin_of(request)
         raw = await asked_body(request)
 
         def finish(asked: ResponsesRequest, chat: ChatRequest, images: Images) -> tuple[ResponsesRequest, PreparedChat]:
@@ -41,6 +41,9 @@ class ResponsesEndpoint:
         body, ready = await self._preparation.run_chat(
             lambda: parse_responses_request(raw), ResponsesRequest.chat, finish, "input", translated=True
         )
+        for generation in ready.generations:
+            # Its events are numbered.
+            generation.counts_pieces = body.stream
         model_name, vocabulary = self._preparation.config.model_name, self._preparation.llama.vocabulary
         answer = ResponsesAnswer(identity, model_name, vocabulary, body, ready.form, begun_at(request))
         async with self._preparation.running(ready.generations, origin):

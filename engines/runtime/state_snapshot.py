@@ -327,7 +327,7 @@ def resumed(
         spend_budget(generation, tokens[state.prompt_tokens :])
     generation.cached_tokens = state.cached_tokens
     generation.text.resume(state.held_text, state.sent_bytes, state.held_logprobs)
-    if state.params.top_logprobs is not None:
+    if state.said or state.params.top_logprobs is not None:
         generation.text.said = list(state.said)
     now = time.monotonic()
     generation.first_token_at = now - state.decode_s if generation.new_tokens else None

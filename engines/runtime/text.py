@@ -36,6 +36,8 @@ class StopMatcher:
 
 # A piece's characters, and the log probabilities that went with it.
 Said = tuple[int, tuple[TokenLogprob, ...]]
+# Stands before the first one: whoever takes the answer over keeps them on.
+NOTHING_SAID: Said = (0, ())
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class TextAssembler:
         self._released_bytes = 0
         self._waiting: deque[tuple[int, TokenLogprob]] = deque()
         self.stopped = False
-        # Where an answer with log probabilities may move: what was released so far, as its pieces had it.
+        # Of an answer that may move and whose pieces tell: what was released so far, as they had it.
         self.said: list[Said] | None = None
 
     def feed(self, piece: bytes, logprob: TokenLogprob | None = None) -> Released:

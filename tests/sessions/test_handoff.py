@@ -44,7 +44,7 @@ from tests.synthetic_gguf import SyntheticModel
 pytestmark = pytest.mark.django_db(transaction=True)
 SECRET = "a secret of the tests, long enough"
 PATIENCE_S = 60.0
-COUNT = 1500
+COUNT, TYPED_COUNT = 1500, 800
 
 
 def _write_rows(engines: dict[str, PacedEngine], model: SyntheticModel, folder: Path) -> None:
@@ -117,6 +117,39 @@ class Talk:
                 await asyncio.sleep(0.005)
 
 
+class TypedTalk(Talk):
+    """The same by the newer API; `events` are those that came, as the library gives them."""
+
+    events: list[Any]
+
+    async def run(self, count: int = COUNT, **more: Any) -> Talk:
+        self.events = []
+        stream = await self._client.responses.create(
+            model="tiny",
+            input=f"Tell a story about a {self._about}. " * 12,
+            max_output_tokens=count,
+            temperature=0,
+            stream=True,
+            extra_headers={**self._headers, **more},
+            extra_body={"ignore_eos": True},
+        )
+        async for event in stream:
+            self.events.append(event)
+            if event.type == "response.output_text.delta":
+                self.count += 1
+                self.text += event.delta
+        await self._client.close()
+        return self
+
+    @property
+    def whole(self) -> Any:
+        """The response that the last event tells of; what came before it must be just that."""
+        assert [event.sequence_number for event in self.events] == list(range(len(self.events)))
+        first, last = self.events[0].response, self.events[-1].response
+        assert (last.id, last.created_at, last.output_text) == (first.id, first.created_at, self.text)
+        return last
+
+
 def _chat() -> tuple[str, str]:
     chat = ChatSession.objects.select_related("engine").latest("pk")
     return chat.key_hash, chat.engine.name
@@ -143,6 +176,14 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
     running = asyncio.ensure_future(talk.run(**{"X-Hydra-Force-Engine": "cpu-0"}))
     with engines["cpu-0"].slowed(), engines["cpu-1"].slowed():
         session, home, away = await begun(talk, engines)
+        typed = TypedTalk(site, "typed")
+        typing = asyncio.ensure_future(typed.run(TYPED_COUNT, **{"X-Hydra-Force-Engine": "cpu-0"}))
+        await typed.until(30)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await in_db(_chat))[0] == session:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (typed_move,) = (await lifecycle.migrate(None, (await in_db(_chat))[0], away)).moves
+        assert (typed_move.state, typed_move.kind) == ("committed", "live"), typed_move.reason
         held = {holder.endpoint.name for holder in (await lifecycle.inspected(None, session)).holders}
         assert (home, held) == ("cpu-0", set(engines))
         assert not (await lifecycle.migrate(None, session, home)).moves
@@ -150,6 +191,8 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
         assert not running.done()
         engines[home].process.kill()
     await running
+    await typing
+    assert (typed.whole.status, typed.whole.usage.output_tokens) == ("incomplete", TYPED_COUNT)
     (move,) = view.moves
     assert (move.state, move.kind, move.source, move.target) == ("committed", "live", home, away), move.reason
     assert move.sent_bytes > 0
@@ -158,14 +201,17 @@ async def test_a_client_that_streams_does_not_see_the_conversation_move_nor_the_
     assert (talk.reasons, talk.usage.completion_tokens) == (["length"], COUNT)
     alone = await Talk(site, "another").run(**{"X-Hydra-Force-Engine": away})
     assert talk.text == alone.text
+    typed_alone = TypedTalk(site, "alone")
+    await typed_alone.run(TYPED_COUNT, **{"X-Hydra-Force-Engine": away})
+    assert typed.text == typed_alone.whole.output_text
     assert talk.usage.prompt_tokens == alone.usage.prompt_tokens
 
     def rows() -> Any:
-        turn = Turn.objects.order_by("started_at")[1]
-        return turn.state, turn.engine.name, turn.completion_tokens, SlotLease.objects.count()
+        turns = Turn.objects.order_by("started_at")[1:3]
+        return [(turn.state, turn.engine.name, turn.completion_tokens) for turn in turns], SlotLease.objects.count()
 
     async with asyncio.timeout(PATIENCE_S):
-        while await in_db(rows) != ("done", away, COUNT, 0):  # noqa: ASYNC110 -- another process tells nobody
+        while await in_db(rows) != ([("done", away, COUNT), ("done", away, TYPED_COUNT)], 0):  # noqa: ASYNC110 -- another process tells nobody
             await asyncio.sleep(0.05)
     await asyncio.to_thread(engines[away].wait_idle)
 
@@ -303,7 +349,7 @@ def test_a_site_of_the_release_before_may_still_write_moves(
 ) -> None:
     engine = add_engine(add_model(tiny_model("llama").path, tmp_path))
     chat = ChatSession.objects.create(key_hash="a" * 64, model_name="tiny", engine=engine)
-    new = {"id", "deadline_s", "cause"}
+    new = {"id", "deadline_s", "cause", "hint"}
     values = {field.attname: field.value_from_object(Handoff(chat=chat)) for field in Handoff._meta.concrete_fields}
     known = {name: value for name, value in values.items() if name not in new}
     with connection.cursor() as cursor:

@@ -126,8 +126,14 @@ class Follower:
             self.moves.append(moved)
             url, more = (
                 f"{targets[int(moved[1:].split('.')[0])].base_url}/handoffs/{moved}/stream",
-                {"X-Hydra-Path": self._path},
+                {"X-Hydra-Path": self._path, "X-Hydra-Begun-At": str(self.created)},
             )
+
+    @property
+    def created(self) -> int:
+        """When the answer says it was begun."""
+        first = json.loads(self.events[0].partition(b"data: ")[2])
+        return int(first.get("created") or first["response"]["created_at"])
 
     async def until(self, events: int) -> None:
         async with asyncio.timeout(30):

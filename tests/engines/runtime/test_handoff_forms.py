@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,14 @@ from tests.engines.runtime.handoff_pair import (
     stayed,
     until_it_runs,
 )
+
+TYPED = {
+    "input": "Tell a story about a river. " * 12,
+    "temperature": 0,
+    "stream": True,
+    "max_output_tokens": 900,
+    "ignore_eos": True,
+}
 
 
 async def test_constrained_answers_and_calls_move_whole(
@@ -78,6 +87,65 @@ async def test_an_answer_in_one_piece_and_other_dialects_move(
     await reading
     assert moving.moves == [name_of(session, 2)]
     assert moving.text == (await stayed(web, home, completion, "/v1/completions")).text
+
+
+async def test_a_typed_stream_that_moves_twice_goes_on_with_its_numbers(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
+) -> None:
+    home, away = pair("llama")
+    path = "/v1/responses"
+    moving = Follower(web, session, TYPED, "alone", path)
+    reading = asyncio.ensure_future(moving.read(home, {1: away, 2: home}))
+    with home.slowed(), away.slowed():
+        await moving.until(30)
+        await asked_to_move(session, home, away, 1)
+        await moving.until(len(moving.events) + 30)
+        await asked_to_move(session, away, home, 2)
+    await reading
+    assert moving.moves == [name_of(session, 1), name_of(session, 2)]
+    typed = events_of(moving)
+    assert [event["sequence_number"] for event in typed] == list(range(len(typed)))
+    alone = events_of(await stayed(web, home, {**TYPED, "cache_prompt": False}, path))
+    assert [unclocked(event) for event in typed] == [unclocked(event) for event in alone]
+    assert typed[-1]["response"]["created_at"] == typed[0]["response"]["created_at"]
+    assert typed[-1]["response"]["usage"]["output_tokens"] == 900
+
+
+@pytest.mark.soak
+async def test_a_typed_answer_in_one_piece_moves(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
+) -> None:
+    home, away = pair("llama")
+    path = "/v1/responses"
+
+    async def ask(engine: EngineProcess, at: str, **more: str) -> tuple[int, dict[str, Any]]:
+        whole = {**TYPED, "stream": False}
+        async with web.post(engine.base_url + at, json=whole, headers=headers(session, "p", **more)) as response:
+            return response.status, await response.json()
+
+    asking = asyncio.ensure_future(ask(home, path))
+    with home.slowed():
+        await asyncio.to_thread(until_it_runs, home)
+        await asked_to_move(session, home, away, 1)
+    assert (await asking)[1]["error"]["code"] == "generation_moved"
+    _, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": path})
+    _, alone = await ask(home, path)
+    assert whole["output"][0]["content"] == alone["output"][0]["content"]
+
+
+def events_of(follower: Follower) -> list[dict[str, Any]]:
+    """A typed stream's events."""
+    return [json.loads(event.partition(b"\ndata: ")[2]) for event in follower.events if event.startswith(b"event: ")]
+
+
+def unclocked(event: dict[str, Any]) -> dict[str, Any]:
+    """Without what a clock says, and how much of a prompt was at hand."""
+    if "response" not in event:
+        return event
+    response = {
+        name: value for name, value in event["response"].items() if not name.endswith("_at") and name != "timings"
+    }
+    return {**event, "response": {**response, "usage": (response.get("usage") or {}).get("output_tokens")}}
 
 
 def choices_of(follower: Follower) -> dict[int, dict[str, Any]]:
@@ -154,12 +222,13 @@ async def test_choices_that_have_ended_are_counted_where_the_others_go_on(
     assert ["".join(text) for text in texts[:2]] == ["".join(text) for text in texts[2:]]
 
 
-@pytest.mark.soak
+@pytest.mark.parametrize("count", [200, pytest.param(1200, marks=pytest.mark.soak)])
 async def test_choices_that_wait_for_a_slot_are_waited_for(
-    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, count: int
 ) -> None:
+    """The two that have slots, by one of which the move was begun, end meanwhile."""
     home, away = pair("llama")
-    request = body(count=1200, n=3)
+    request = body(count=count, n=3)
     moving = Follower(web, session, request, "w")
     reading = asyncio.ensure_future(moving.read(home, {1: away}))
     with home.slowed():
@@ -168,7 +237,7 @@ async def test_choices_that_wait_for_a_slot_are_waited_for(
     await reading
     assert moving.moves
     assert_alike(choices_of(moving), choices_of(await stayed(web, home, {**request, "cache_prompt": False})))
-    assert moving.usage["completion_tokens"] == 3600
+    assert moving.usage["completion_tokens"] == 3 * count
 
 
 @pytest.mark.soak
