@@ -42,7 +42,7 @@ def refusal_of(head: ResponseHead) -> RpcRefused | NotAuthenticated:
         raise ProtocolBroken(f"The peer answered {head.status.name} without saying why: {error}") from error
     if meta.code == NotAuthenticated.code:
         return NotAuthenticated(meta.error)
-    return _REFUSALS[head.status](meta.error, peer_code=meta.code, hint=meta.hint)
+    return _REFUSALS[head.status](meta.error, peer_code=meta.code, hint=meta.hint, param=meta.param)
 
 
 @asynccontextmanager

@@ -215,6 +215,7 @@ class HandoffAdmin(RecordAdmin):
         "pause_ms",
         "pause_steps",
         "reason",
+        "hint",
         "created_at",
     ]
     list_filter = ["state", "cause", "kind", "source", "target"]

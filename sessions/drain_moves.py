@@ -235,7 +235,7 @@ async def _gone_on_with(move: PlannedMove, reason: str) -> Moved:
 def _outcome(move: PlannedMove, view: HandoffView) -> Moved:
     if view.state == HandoffState.COMMITTED and view.source == move.source:
         return _of_view(move.title, view)
-    return _told(move, "stays", view.reason or "its engine has not said yet what came of it")
+    return _told(move, "stays", view.why_not or "its engine has not said yet what came of it")
 
 
 def _of_view(title: str, view: HandoffView) -> Moved:

@@ -31,6 +31,7 @@ from engines.errors import (
     RpcRefused,
     RpcTimeout,
     SessionNotHeld,
+    TargetRefused,
 )
 from engines.rpc_handoff import HandoffClient
 from engines.rpc_serving import TOO_MANY_CONNECTIONS
@@ -70,8 +71,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HandoffView:
-    """A move as the API and pages show it. `cause` is why it was made, `reason` why it failed. `pause_ms` is how long nothing was
-    decoded, 0 between turns."""
+    """A move as the API and pages show it. `cause` is why it was made, `reason` why it failed, and `hint` what would help.
+    `pause_ms` is how long nothing was decoded, 0 between turns."""
 
     id: int
     session: str
@@ -89,6 +90,12 @@ class HandoffView:
     pause_steps: float | None
     duration_s: float | None
     created_at: datetime
+    hint: str = ""
+
+    @property
+    def why_not(self) -> str:
+        """Reason and hint as one text."""
+        return f"{self.reason} {self.hint}".strip()
 
     @property
     def is_open(self) -> bool:
@@ -171,12 +178,16 @@ async def run(handoff_id: int, patience_s: float | None = None) -> HandoffView:
         await _without_source(handoff_id, begun.body, f"the source was lost: {error.message}")
     except EngineError as error:
         code = error.peer_code if isinstance(error, RpcRefused) else error.code
-        if code in UNSAID and not begun.is_new:
+        if code == TargetRefused.code:
+            # Whatever that one said, the source knows that the conversation stays.
+            reason = f"its target refused, {error.param}: {error.message}"
+            await in_db(fail, handoff_id, reason, error.hint or "")
+        elif code in UNSAID and not begun.is_new:
             await _unsaid(handoff_id, begun)
         elif code in FORGOTTEN:
             await _without_source(handoff_id, begun.body, f"{code}: {error.message}")
         else:
-            await in_db(fail, handoff_id, f"{code}: {error.message}")
+            await in_db(fail, handoff_id, f"{code}: {error.message}", error.hint or "")
     else:
         await in_db(commit, handoff_id, answer)
     return await in_db(view, handoff_id)
@@ -290,11 +301,14 @@ def _commit(handoff_id: int, **told: object) -> bool:
     return True
 
 
-def fail(handoff_id: int, reason: str) -> bool:
+def fail(handoff_id: int, reason: str, hint: str = "") -> bool:
     """Write down that the conversation stays; False when the move had ended before."""
     with transaction.atomic():
         ended = Handoff.objects.filter(pk=handoff_id, state__in=OPEN).update(
-            state=HandoffState.FAILED, reason=reason[:MAX_REASON_CHARS], ended_at=Now()
+            state=HandoffState.FAILED,
+            reason=reason[:MAX_REASON_CHARS],
+            hint=hint[:MAX_REASON_CHARS],
+            ended_at=Now(),
         )
         if ended:
             publish_on_commit("chat", Handoff.objects.values_list("chat_id", flat=True).get(pk=handoff_id))
@@ -374,6 +388,7 @@ def views(chosen: Q, limit: int) -> tuple[HandoffView, ...]:
             cause=row.cause,
             kind=row.kind,
             reason=row.reason,
+            hint=row.hint,
             tokens=row.tokens,
             sent_bytes=row.sent_bytes,
             skipped_bytes=row.skipped_bytes,

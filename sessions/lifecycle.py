@@ -220,7 +220,7 @@ async def _parked_instead(scope: str | None, session: str, move: HandoffView | N
     except SessionBusy as error:
         if move is None:
             raise
-        raise SessionBusy(f"It cannot move now: {move.reason}") from error
+        raise SessionBusy(f"It cannot move now: {move.reason}", hint=move.hint or None) from error
 
 
 async def delete(scope: str | None, session: str) -> SessionView:

@@ -171,13 +171,14 @@ class Handoff(models.Model):
     source = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     target = models.ForeignKey("engines.Engine", on_delete=models.SET_NULL, null=True, related_name="+")
     state = models.CharField(max_length=10, choices=HandoffState.choices, default=HandoffState.PLANNED)
-    # A site of an older release, which runs beside this one during an update, does not name these two.
+    # A site of an older release, which runs beside this one during an update, does not name what has a `db_default`.
     cause = models.CharField(
         max_length=8, choices=HandoffCause.choices, default=HandoffCause.ASKED, db_default=HandoffCause.ASKED
     )
     kind = models.CharField(max_length=8, blank=True)
     request_id = models.CharField(max_length=64, blank=True)
     reason = models.CharField(max_length=200, blank=True, help_text="Why it failed.")
+    hint = models.CharField(max_length=200, blank=True, db_default="", help_text="What would help.")
     deadline_s = models.FloatField(default=60.0, db_default=60.0)
     tokens = models.PositiveIntegerField(default=0)
     sent_bytes = models.BigIntegerField(default=0)

@@ -121,7 +121,7 @@ class Split:
             return
         self.outcome = await handoffs.run(handoff_id)
         if self.outcome.state != "committed":
-            self._give_up(self.outcome.reason or "the move failed")
+            self._give_up(self.outcome.why_not or "the move failed")
         elif self.outcome.mb_per_s and self.outcome.sent_bytes >= TELLING_BYTES:
             self._board.moved(self.prefill.host_name, self.decode.host_name, self.outcome.mb_per_s * 1e6)
 

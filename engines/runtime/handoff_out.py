@@ -26,6 +26,7 @@ from engines.errors import (
     SlotBusy,
     StateError,
     StateTooLarge,
+    TargetRefused,
 )
 from engines.rpc_handoff import HandoffClient
 from engines.rpc_serving import TOO_MANY_CONNECTIONS
@@ -111,6 +112,13 @@ class _Move:
             self._outcome = StateError(f"The move failed: {error!r}.")
 
 
+def _refused(refusal: RpcRefused) -> TargetRefused:
+    """To whoever asked for the move: it is not this engine that refuses."""
+    told = TargetRefused(refusal.message, param=refusal.peer_code or refusal.code, hint=refusal.hint)
+    told.http_status, told.retry_after_s = refusal.http_status, refusal.retry_after_s
+    return told
+
+
 def _without_frames(error: EngineError) -> EngineError:
     """The same to whoever is told of it."""
     bare = type(error).__new__(type(error), *error.args)
@@ -129,8 +137,8 @@ class LeavingHandoffs:
         self._clients: OrderedDict[tuple[str, int, str], tuple[float, HandoffClient]] = OrderedDict()
 
     async def move(self, body: HandoffBody) -> HandoffAnswer:
-        """Raises HandoffStale, SlotBusy, SessionNotHeld, GenerationStays, DeadlineExceeded, and what keeps a state here or the
-        target from taking it. A caller that goes away does not stop a move."""
+        """Raises HandoffStale, SlotBusy, SessionNotHeld, GenerationStays, DeadlineExceeded, TargetRefused, and what keeps a state
+        here. A caller that goes away does not stop a move."""
         move = self._moves.get(body.session)
         if move is None or body.fence > move.fence:
             if move is not None and move.runs:
@@ -163,7 +171,7 @@ class LeavingHandoffs:
     async def _moved(self, body: HandoffBody) -> HandoffAnswer:
         began_at = time.monotonic()
         until, appears_until = began_at + min(body.deadline_s, MAX_DEADLINE_S), began_at + APPEARS_S
-        pause_s = LOOK_EVERY_S
+        pause_s, last_said = LOOK_EVERY_S, None
         async with self._client(body) as target:
             while True:
                 try:
@@ -179,8 +187,9 @@ class LeavingHandoffs:
                 except RpcRefused as error:
                     # A target to which many move at once takes one after the other.
                     if error.peer_code not in (SlotBusy.code, TOO_MANY_CONNECTIONS):
-                        raise
+                        raise _refused(error) from error
                     log.debug("handoff %s: %s", body.handoff, error)
+                    last_said = f"Its target said: {error.message}"
                     pause_s = min(2 * pause_s, FULL_PAUSE_S)
                 except SessionNotHeld as error:
                     # An answer that ends on its way leaves a conversation that moves as any idle one does.
@@ -193,7 +202,7 @@ class LeavingHandoffs:
                     if not held.is_pending and not (body.request_id and time.monotonic() < appears_until):
                         raise SessionNotHeld("This engine holds nothing of the session that could move.")
                 if time.monotonic() > until:
-                    raise DeadlineExceeded("The move's time was up before the session could leave.")
+                    raise DeadlineExceeded("The move's time was up before the session could leave.", hint=last_said)
                 await asyncio.sleep(pause_s)
 
     @asynccontextmanager
@@ -242,7 +251,6 @@ class LeavingHandoffs:
         terms = await self._desk.terms() if self._core.codec is not None else None
 
         def look(cache: PrefixCache) -> Generator[None, None, tuple[Held, Departure | None]]:
-            yield from ()
             running = [slot for slot in cache.busy if slot.generation and slot.generation.session == session]
             decoding = next((slot for slot in running if slot.decoding), None)
             if decoding is not None:
@@ -252,8 +260,13 @@ class LeavingHandoffs:
             # Whoever takes it out of its slot, or into one, is done some time.
             if comes or any(slot.transfer and slot.sequence.origin.session == session for slot in cache.slots):
                 return Held(None, True), None
+            if any(place.sequence.origin.session == session for place in cache.aside):
+                return Held(None, True), None
             slot = _idle_slot(cache, session)
-            if slot is None:
+            if slot is None or not len(slot.sequence):
+                # It may lie in host memory. While it comes back others are served, so all is looked at again.
+                if (yield from _brought(cache, session, slot)):
+                    return (yield from look(cache))
                 return Held(None, cache.host.of_session(session) is not None), None
             departure = None if terms is None else (yield from depart(cache, terms.dock.codec, slot.index))
             return _held(slot, None), departure
@@ -334,14 +347,17 @@ class LeavingHandoffs:
 
 
 def _idle_slot(cache: PrefixCache, session: str) -> Slot | None:
-    """That of a conversation between its turns. It may lie in host memory, from where it is brought back; None without room."""
+    """That of a conversation between its turns, also where it was put away."""
     idle = [slot for slot in cache.slots if slot.idle and cache.of_session(slot, session)]
-    best = max(idle, key=lambda slot: slot.used_at, default=None)
-    if best is None:
-        best = cache.bring_in(session)
-    else:
-        cache.bring_back(best)
-    return best if best is not None and len(best.sequence) else None
+    return max(idle, key=lambda slot: slot.used_at, default=None)
+
+
+def _brought(cache: PrefixCache, session: str, slot: Slot | None) -> Generator[None, None, bool]:
+    """Whether the conversation came back from host memory, into its slot if it has one; there may be no room for it."""
+    if slot is None:
+        return (yield from cache.bring_in(session)) is not None
+    yield from cache.bring_back(slot)
+    return len(slot.sequence) > 0
 
 
 def _held(slot: Slot, generation: Generation | None) -> Held:

@@ -12,7 +12,7 @@ import pytest
 from django.db.models.functions import Now
 from prometheus_client import CollectorRegistry
 
-from engines.errors import HandoffUnknown, SessionNotHeld
+from engines.errors import EngineError, HandoffUnknown, SessionNotHeld, TargetRefused
 from engines.models import Engine
 from engines.rpc_exchange import Exchange
 from engines.rpc_serving import RpcServer, Service, Terms
@@ -32,8 +32,9 @@ REQUEST, LATER = uuid.uuid4(), uuid.uuid4()
 
 
 @asynccontextmanager
-async def peer(state: str, asked: list[AskBody]) -> AsyncIterator[int]:
-    """An engine that holds nothing of a session, and knows the move that it is asked for as `state` ("": not at all)."""
+async def peer(state: str, asked: list[AskBody], refusal: EngineError | None = None) -> AsyncIterator[int]:
+    """An engine that holds nothing of a session (or refuses to move it by `refusal`), and knows the move that it is asked for
+    as `state` ("": not at all)."""
 
     async def ask(exchange: Exchange, body: bytes) -> None:
         asked.append(read_json(AskBody, body, "ADOPT_ASK"))
@@ -42,7 +43,7 @@ async def peer(state: str, asked: list[AskBody]) -> AsyncIterator[int]:
         await exchange.answer(Status.OK, AdoptedAnswer(state, 77))
 
     async def handoff(_exchange: Exchange, _body: bytes) -> None:
-        raise SessionNotHeld("This engine holds nothing of the session that could move.")
+        raise refusal or SessionNotHeld("This engine holds nothing of the session that could move.")
 
     services = {
         Opcode.ADOPT_ASK: Service(ask, MAX_CONFIGURE_BYTES, None),
@@ -108,6 +109,25 @@ async def test_a_move_that_came_to_its_end_is_written_down_by_what_its_target_kn
         assert seen.state == "failed"
         assert seen.reason.startswith(told[source])
         assert (chat.engine.name, set(leased.values())) == ("cpu-0", {"cpu-0"})
+
+
+async def test_the_row_of_a_move_has_what_its_target_refused_with(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    """Whatever that is: it is not the source that lost the move, started anew or takes no more connections."""
+    asked: list[AskBody] = []
+    for number, code in enumerate(("state_too_large", "engine_stopping", "too_many_connections")):
+        refusal = TargetRefused("The state has 900 tokens; the context holds fewer.", param=code, hint="Mend it.")
+        async with peer("going", asked) as target, peer("", [], refusal) as source:
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            await in_db(lambda: (ChatSession.objects.all().delete(), SlotLease.objects.all().delete()))
+            move = await in_db(rows, tiny_model("llama"), folder, source, target, serves=True)
+            seen = await handoffs.run(move)
+        assert (seen.state, seen.hint) == ("failed", "Mend it.")
+        assert seen.reason == f"its target refused, {code}: The state has 900 tokens; the context holds fewer."
+        assert seen.to_dict()["hint"] == "Mend it."
+    assert asked == []
 
 
 async def test_a_source_that_says_nothing_of_a_move_keeps_it_running_until_its_time_is_long_over(

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engines.errors import EngineError, RpcRefused
+from engines.errors import EngineError, RpcRefused, StateIncompatible
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import PLACES, AdoptBody, AskBody
 from tests.engines.runtime.handoff_pair import (
@@ -227,6 +227,18 @@ async def test_who_cannot_be_followed_stays_and_old_numbers_are_refused(
         with pytest.raises(RpcRefused) as refused:
             await late.adopt_ask(AskBody("unheard", 2))
         assert refused.value.peer_code == "handoff_unknown"
+
+
+async def test_what_a_target_refuses_with_is_told_as_its_own(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
+) -> None:
+    home, other = pair("llama")[0], pair("qwen35moe")[0]
+    alone = Follower(web, session, body(count=4), "t")
+    await alone.read(home, {})
+    with pytest.raises(RpcRefused, match="architecture is llama there and qwen35moe here") as refused:
+        await asked_to_move(session, home, other, 1)
+    assert (refused.value.peer_code, refused.value.param) == ("target_refused", "state_incompatible")
+    assert refused.value.hint == StateIncompatible.hint
 
 
 async def test_a_target_that_dies_before_the_commit_leaves_the_source_going(
