@@ -40,9 +40,9 @@ from engines.wire_handoff import (
     PrefixMark,
 )
 from tests.engine_process import EngineProcess
-from tests.engines.runtime.handoff_pair import SECRET, engine_of
+from tests.engines.runtime.handoff_pair import engine_of
+from tests.engines.runtime.held_moves import HANDOFF, HeldAnswers, asked, held_move, reading, until
 from tests.engines.runtime.test_core import finished, prompt_of, run
-from tests.engines.runtime.test_handoff_owner import HANDOFF, HeldAnswers, Reader, asked, followed, until
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.engines.runtime.test_state_follow import FENCE, SETTINGS, begun, endless, idle, rest_of, stopped
 from tests.engines.runtime.test_state_follow import followed as blocks_sent
@@ -112,10 +112,7 @@ async def test_a_refused_rest_leaves_the_arena_as_it_was(
     """Also while the move is remembered, whose number may be asked for again."""
     model = tiny_model("qwen35", tie_free=True, nextn=True)
     async with desk_of(model, **DRAFTS) as (core, desk):
-        work = followed(core, model)
-        core.submit(work)
-        reader = Reader(work)
-        await until(lambda: work.new_tokens > 20)
+        work, reader = await reading(core, model)
         arena = (await desk.terms()).dock.arena
         gc.disable()
         try:
@@ -138,10 +135,7 @@ async def test_a_target_of_another_version_is_told_from_the_start(
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with desk_of(model, slots=2, context_tokens=4096) as (core, desk):
-        work = followed(core, model)
-        core.submit(work)
-        reader = Reader(work)
-        await until(lambda: work.new_tokens > 20)
+        work, reader = await reading(core, model)
         target = Target(form=1)
         leaving, body = leaving_to(target, core, desk)
         with pytest.raises(GenerationStays, match="another version"):
@@ -187,10 +181,7 @@ async def test_a_target_that_took_all_and_does_not_go_on_is_asked(
 ) -> None:
     model = tiny_model("llama", tie_free=True)
     async with desk_of(model, slots=2, context_tokens=4096) as (core, desk):
-        work = followed(core, model)
-        core.submit(work)
-        reader = Reader(work)
-        await until(lambda: work.new_tokens > 20)
+        work, reader = await reading(core, model)
         target = Target(rest="open", asked="going" if goes_on else "over")
         leaving, body = leaving_to(target, core, desk)
         if goes_on:
@@ -215,15 +206,9 @@ async def test_a_source_that_stops_before_its_commit_leaves_the_answer_to_the_ta
     model = tiny_model("llama", tie_free=True)
     held = HeldAnswers()
     with engine_of(tmp_path, model) as target, target.slowed():
-        async with desk_of(model, slots=2, context_tokens=4096) as (core, desk), held.before(target):
-            work = followed(core, model)
-            core.submit(work)
-            reader = Reader(work)
-            await until(lambda: work.new_tokens > 20)
-            leaving = LeavingHandoffs(core, desk)
-            body = HandoffBody(HANDOFF, 1, "s", "127.0.0.1", held.port, SECRET, 30.0)
+        async with held_move(model, target, held) as move:
+            core, work, reader = move.core, move.work, move.reader
             with slow_steps():
-                moving = asyncio.create_task(leaving.move(body))
                 await goes_on_at(target)
             core.stop()
             await asyncio.to_thread(core.join, 10)
@@ -231,11 +216,10 @@ async def test_a_source_that_stops_before_its_commit_leaves_the_answer_to_the_ta
             last = await reader.end()
             assert (last.finish_reason, last.error, last.stats is not None) == ("moved", None, True)
             assert work.handoff == HANDOFF
-            assert (await moving).kind == "live"
+            assert (await move.moving).kind == "live"
             assert f"stays {HANDOFF}" not in reader.events
             assert (await asked(target)).state == "going"
             assert any(slot["is_processing"] for slot in target.get("/slots"))
-            await leaving.close()
 
 
 async def goes_on_at(target: EngineProcess) -> None:
