@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from engines.ending import FATAL
 from engines.errors import LaunchError
 from engines.process import ProcessRecord, end, write_private
 
@@ -137,9 +138,11 @@ def last_words(place: Place) -> str:
     except FileNotFoundError:
         return ""
     lines = [line for line in text.splitlines() if line.strip()]
-    # Behind a failed assertion of llama.cpp a debugger may write pages of stack; the assertion is what tells.
-    asserted = [line for line in lines if "GGML_ASSERT" in line or "GGML_ABORT" in line]
-    return "\n".join(asserted[-1:] or lines[-LAST_LINES:])
+    # Behind a failed assertion of llama.cpp, or a fault of native code, there are pages of stack; the first line is what tells.
+    for words in (("GGML_ASSERT", "GGML_ABORT"), (FATAL,)):
+        if telling := [line for line in lines if any(word in line for word in words)]:
+            return telling[-1]
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def trim_log(place: Place) -> None:

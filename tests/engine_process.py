@@ -75,9 +75,11 @@ class EngineProcess:
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while self.health() != "ok":
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            ended_with = self.process.poll()
+            if ended_with is not None or time.monotonic() > deadline:
                 self.stop()
-                raise AssertionError(f"the engine did not become ready:\n{self.log_path.read_text()}")
+                why = "was not ready in time" if ended_with is None else f"ended with {ended_with} before it was ready"
+                raise AssertionError(f"the engine {why}:\n{self.log_path.read_text()}")
             time.sleep(0.05)
         return self
 

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import uvloop
 from aiohttp import web
 
 from engines.config import ConfigInvalid, EngineConfig
+from engines.ending import stop_asked, tell_of_crashes
 from engines.errors import ModelLoadFailed, TemplateBroken
 from engines.rpc_serving import RpcServer
 from engines.runtime.card_code import require_card_code
@@ -112,9 +112,7 @@ async def serve(config: EngineConfig) -> int:
             await runner.cleanup()
             log.error("cannot listen on %s:%d: %s", config.host, port, error.strerror)
             return 4
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_asked(log)
     core.start()
     log.info("listening on http://%s:%d, loading %s", config.host, config.port, config.model_path)
     await _until_stopped(core, stop, server.preparation if isinstance(server, EngineServer) else None)
@@ -177,6 +175,7 @@ def _exit_code(core: EngineCore | EmbeddingCore) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    tell_of_crashes()
     try:
         config = parse_config(arguments)
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")

@@ -11,11 +11,11 @@ import asyncio
 import dataclasses
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
 from engines.config import ConfigInvalid
+from engines.ending import stop_asked, tell_of_crashes
 from engines.store.config import StoreConfig
 from engines.store.errors import StoreUnusable
 from engines.store.server import StoreServer
@@ -41,10 +41,7 @@ def parse_config(arguments: list[str]) -> StoreConfig:
 
 async def serve(config: StoreConfig) -> int:
     """Runs until a signal. Returns the exit code."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_asked(log)
     server = StoreServer(config)
     try:
         await server.start()
@@ -70,6 +67,7 @@ async def serve(config: StoreConfig) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    tell_of_crashes()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level="INFO")
     try:
         config = parse_config(arguments)

@@ -22,9 +22,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_ends_with_zero_on_sigterm(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> None:
+def test_it_ends_with_zero_on_sigterm_and_says_so(tiny_model: Callable[..., SyntheticModel], tmp_path: Path) -> None:
     with EngineProcess(tmp_path, tiny_model("llama", tie_free=True).path) as engine:
         assert engine.stop() == 0
+        assert "SIGTERM" in engine.log_path.read_text()
 
 
 def test_it_starts_from_flags_alone(tiny_model: Callable[..., SyntheticModel]) -> None:
