@@ -84,7 +84,12 @@ class Adopted:
 
     def let_go(self) -> None:
         """Of a move that is known for a while yet, and of which nobody needs more than how it stands."""
-        self.shelf, self.manifest, self.generations = None, None, []
+        self.generations = []
+        self.let_go_of_state()
+
+    def let_go_of_state(self) -> None:
+        """What came is not needed any more; the request's generations are, if this is the part that has them."""
+        self.shelf, self.manifest = None, None
         self.awaited.clear()
         self.adopting.let_go()
 

@@ -287,7 +287,9 @@ class ArrivingHandoffs:
         self._metrics.came(idle=False)
         for one in entry.together:
             if one not in coming:
-                await self._dropped(one)  # it ended meanwhile
+                # It ended meanwhile. Where it is the first part, all choices are read by it.
+                await one.adopting.__aexit__(None, None, None)
+                one.let_go_of_state()
 
     async def ask(self, body: AskBody) -> AdoptedAnswer:
         """ADOPT_ASK. Raises HandoffUnknown, HandoffStale."""
