@@ -114,15 +114,24 @@ class StreamDesk:
                 try:
                     stream = self.find(owner.scope, name)
                 except StreamUnknown:
-                    # Before the other replica gives it up: what is taken must find a place here.
-                    self._ended_to_drop(owner.scope)
-                    taken = await self._shelf.take(owner.scope, name[:MAX_NAME_CHARS])
+                    taken = await self._take(owner.scope, name[:MAX_NAME_CHARS])
                     if taken is None:
                         raise
                     stream = self._rewritten(owner, taken)
         if stream.is_rewritten:
             await asyncio.shield(stream.opened)
         return stream
+
+    async def _take(self, scope: str, name: str) -> Taken | None:
+        """None where no replica has one of this name. Raises TooManyStreams before the other one gives it up: what is taken must
+        find a place here."""
+        try:
+            self._ended_to_drop(scope)
+        except TooManyStreams:
+            if not await self._shelf.has(scope, name):
+                return None
+            raise
+        return await self._shelf.take(scope, name)
 
     def _rewritten(self, owner: Owner, taken: Taken) -> KeptStream:
         about, request_id = taken.about, uuid.UUID(taken.about.request_id)

@@ -212,6 +212,13 @@ class StreamShelf:
         keys = _keys(scope, request_id)
         return bool(await self._asked(self._valkey().eval, _FORGET, len(keys), *keys, STOPPED, KEEP_S))
 
+    async def has(self, scope: str, name: str) -> bool:
+        """Whether `take` would find it."""
+        if _is_id(name) and await self._asked(self._valkey().hexists, _keys(scope, name)[0], "about"):
+            return True
+        named = await self._asked(self._valkey().get, _name_key(scope, name))
+        return bool(named and await self._asked(self._valkey().hexists, _keys(scope, named.decode())[0], "about"))
+
     async def take(self, scope: str, name: str) -> Taken | None:
         """The scope's stream of this request id, else the last one of this conversation, from whoever had it."""
         clock = await self._asked(self._valkey().time)
