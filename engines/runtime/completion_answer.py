@@ -68,6 +68,9 @@ class CompletionAnswer:
             frames.append(event({**closing, "timings": timings(piece.stats)}))
         return frames
 
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        self.frames(piece, generation)
+
     def closing(self, all_stats: Sequence[Stats]) -> bytes:
         tail = event({**self._head, "choices": [], "usage": self._usage(all_stats)}) if self._with_usage else b""
         return tail + b"data: [DONE]\n\n"

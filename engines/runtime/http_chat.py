@@ -115,5 +115,8 @@ class ChatStream:
     def frames(self, piece: Piece, generation: Generation) -> list[bytes]:
         return self._answer.frames(piece, generation)
 
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        self.frames(piece, generation)
+
     def closing(self, all_stats: Sequence[Stats]) -> bytes:
         return (event(self._answer.usage_chunk(all_stats)) if self._with_usage else b"") + b"data: [DONE]\n\n"

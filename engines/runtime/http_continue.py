@@ -49,7 +49,8 @@ class Resumption:
 
     def require_fits(self, context_tokens: int) -> None:
         """Raises ContextTooShort for an answer that would be cut, as far as the journal tells."""
-        longest = max(self.journal.most, default=0)
+        ended = {entry.choice for entry in self.journal.entries if entry.reason is not None}
+        longest = max((most for choice, most in enumerate(self.journal.most) if choice not in ended), default=0)
         if longest > context_tokens and not self.may_cut:
             raise ContextTooShort(
                 f"The answer may take {longest} tokens, its prompt included; this engine's context holds {context_tokens}."

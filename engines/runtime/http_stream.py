@@ -20,6 +20,7 @@ from engines.runtime.http_follow import begun_at, move_event, resumption_of, wan
 from engines.runtime.journal import Head, JournalWriter, begun, failed
 
 PING_S = 10.0
+PASSED_AT_ONCE = 256
 # A client that takes nothing for so long is gone; what it holds here would stay for ever.
 STALL_S = 120.0
 COMMENT_PING = b": ping\n\n"
@@ -41,6 +42,9 @@ class StreamedAnswer(Protocol):
 
     def frames(self, piece: Piece, generation: Generation) -> list[bytes]:
         """A piece's frames. A piece with an error gives the dialect's error frame, after which the stream ends."""
+
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        """The same where another engine wrote the frames."""
 
     def closing(self, all_stats: Sequence[Stats]) -> bytes:
         """The end, after every choice has had its last piece."""
@@ -122,8 +126,10 @@ class _WayOut:
             self._add(frames)
         elif first.continued is not None:
             for generation in self._generations:
-                for piece in generation.continued or ():
-                    answer.frames(piece, generation)
+                for count, piece in enumerate(generation.continued or (), 1):
+                    answer.passed(piece, generation)
+                    if count % PASSED_AT_ONCE == 0:
+                        await asyncio.sleep(0)  # the others' streams go on
             if self._journal is not None:
                 self._journal.arrived()
         else:

@@ -54,6 +54,9 @@ class MessagesAnswer:
             frames.append(_event({"type": "message_delta", "delta": delta, **told}))
         return frames
 
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        self.frames(piece, generation)
+
     def closing(self, _all_stats: Sequence[Stats]) -> bytes:
         return _event({"type": "message_stop"})
 

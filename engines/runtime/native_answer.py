@@ -28,6 +28,9 @@ class NativeAnswer:
             return [event(self._last(piece.text, piece, piece.stats, generation))]
         return [event({"index": 0, "content": piece.text, "stop": False})] if piece.text else []
 
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        self.frames(piece, generation)
+
     def closing(self, _all_stats: Sequence[Stats]) -> bytes:
         """The last part has said `stop`."""
         return b""

@@ -57,6 +57,13 @@ class ResponsesAnswer:
             frames += self._numbered([ending])
         return frames
 
+    def passed(self, piece: Piece, generation: Generation) -> None:
+        """Only numbered: there is one for each token that was drawn elsewhere."""
+        self._sequence_number += sum(1 for _ in self._events(piece))
+        if piece.stats is not None:
+            self._complete(piece, piece.stats, generation)
+            self._sequence_number += 1
+
     def closing(self, _all_stats: Sequence[Stats]) -> bytes:
         """The last event has told everything."""
         return b""

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from engines.client import close_client_session
 from engines.models import Engine
 from pools.db import in_db
 from sessions import failover
+from sessions.dialects import CHAT
 from sessions.dispatch import Wishes
 from sessions.models import Turn
 from sessions.relay import EngineAnswer, ask_engine
 from sessions.turn import wait_for_writes
 from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
+from tests.sessions.loopback_engine import Handler, frame, loopback_engine, refusing, streaming
 from tests.sessions.stream_readers import Reader, me, until
 from tests.synthetic_gguf import SyntheticModel
 
@@ -32,6 +35,7 @@ PATIENCE_S = 60.0
 LONG, SHORT, ASKED = 1024, 128, 200
 # All of it would take ten seconds.
 STEP_S = 0.05
+END = b'data: [DONE]\n\nevent: hydra.mark\ndata: [[0,0,[],{"closed": true}]]\n\n'
 CONTEXTS = {"first": LONG, "short": SHORT, "second": LONG}
 
 
@@ -65,6 +69,66 @@ async def broken_off(reader: ReaderAt, engine: PacedEngine) -> asyncio.Task[Read
     return running
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+async def test_who_would_cut_an_answer_is_asked_again_once_nobody_else_came(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """Of those that would, the one with the longest context; who does not even hold the prompt is not asked again."""
+    # A request that says how long it may get is waited for longer.
+    monkeypatch.setattr(failover, "BOUNDED_PATIENCE_S" if bounded else "UNBOUNDED_PATIENCE_S", 0.1)
+    monkeypatch.setattr(failover, "UNBOUNDED_PATIENCE_S" if bounded else "BOUNDED_PATIENCE_S", PATIENCE_S)
+    asked: list[tuple[str, str]] = []
+
+    async def dying(request: web.Request) -> web.StreamResponse:
+        if request.path == "/continue":
+            return await refusing(503, "engine_stopping")(request)
+        told = b'event: hydra.begun\ndata: {"seed": 1}\n\n' + frame({"content": "Red"})
+        return await streaming(told + b"event: hydra.mark\ndata: [1]\n\n", then=abort)(request)
+
+    async def abort(response: Any) -> None:
+        response._req.transport.abort()
+
+    def short(name: str, code: str) -> Handler:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            may_cut = request.headers.get(failover.MAY_CUT_HEADER, "")
+            asked.append((name, may_cut))
+            if may_cut:
+                return await streaming(frame({"content": " and"}, finish_reason="length") + END)(request)
+            return await refusing(400 if code == "context_length_exceeded" else 422, code)(request)
+
+        return answer
+
+    async with (
+        loopback_engine(dying) as lost,
+        loopback_engine(short("shorter", "context_too_short")) as shorter,
+        loopback_engine(short("short", "context_too_short")) as longer,
+        loopback_engine(short("shortest", "context_length_exceeded")) as shortest,
+    ):
+
+        def write() -> None:
+            variant = add_model(tiny_model("llama").path, tmp_path)
+            contexts = {"lost": 2048, "shorter": 256, "short": 512, "shortest": 128}
+            ports = (lost, shorter, longer, shortest)
+            for (name, context), port in zip(contexts.items(), ports, strict=True):
+                row = add_engine(variant, name=name)
+                Engine.objects.filter(pk=row.pk).update(context_tokens=context)
+                set_ready(row, port)
+
+        await in_db(write)
+        body = {"messages": [{"role": "user", "content": "Colours?"}], "stream": True}
+        call = CHAT.read(json.dumps(body | ({"max_tokens": 900} if bounded else {})).encode())
+        async with asyncio.timeout(PATIENCE_S):
+            stream = await ask_engine(call, me(1), wishes=Wishes(engine_name="lost"))
+            chunks = [chunk async for chunk in stream]
+        await stream.aclose()
+        await wait_for_writes(10)
+        await close_client_session()
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["Red", " and"]
+    assert sorted(asked[:3]) == [("short", ""), ("shorter", ""), ("shortest", "")]
+    assert asked[3:] == [("short", "1")]
+
+
+@pytest.mark.soak
 async def test_an_answer_is_cut_only_where_there_is_nobody_else(
     tiny_model: Callable[..., SyntheticModel],
     tmp_path: Path,

@@ -100,6 +100,13 @@ def test_what_does_not_fit_any_more_ends_where_the_client_stands(pair: Pair) -> 
     pair[1].wait_idle()
 
 
+def test_what_has_ended_is_written_again_anywhere(pair: Pair) -> None:
+    body = {**BODY, "max_tokens": 200}
+    whole = began(pair[0], CHAT, body)
+    again = continued(pair[1], CHAT, body, whole.journals[-1][1], **{"X-Hydra-From-Event": "0"})
+    assert timeless(Stream.of(again.value).events) == timeless(whole.events)
+
+
 def test_choices_of_prompts_of_several_lengths_are_each_as_long_as_was_granted(pair: Pair) -> None:
     body = {"prompt": ["Once", "Once upon a time there was"], **GREEDY, "ignore_eos": True, "max_tokens": 40}
     whole = began(pair[0], COMPLETIONS, body)
