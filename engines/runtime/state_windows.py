@@ -6,14 +6,15 @@ has those before them as well, and the next turn may branch off there. So a sequ
 for as long as the state leaves, and its last window travels as a checkpoint does. At the other engine its rows join those of the
 last one: a prefix may end anywhere behind the earlier cut, for as long as nobody needs their cells.
 
-Of a running generation only the last window goes. As it writes on at the target, llama.cpp takes the cells behind the window
-first, one for each token, so that what had gone along would soon be overwritten.
+Of a running generation only the last window goes: one more would double what leaves behind its stop. At the target the next turn
+may branch off anywhere behind that.
 """
 
 from __future__ import annotations
 
 from engines.runtime.cells import Sequence
-from engines.runtime.prefix import Checkpoint, PrefixCache
+from engines.runtime.checkpoint_order import Checkpoint
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_layout import Bytes
 

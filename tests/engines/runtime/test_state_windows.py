@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
 from engines.runtime.core import EngineCore
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.state_adopt import adopting
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_desk import StateDesk
-from tests.engines.runtime.test_core import prompt_of, run
+from engines.runtime.state_follow import Leaving, commit_together
+from tests.engines.runtime.test_core import finished, prompt_of, run
 from tests.engines.runtime.test_state_codec import done
 from tests.engines.runtime.test_state_desk import desk_of, exported, opened, restored
+from tests.engines.runtime.test_state_follow import (
+    FENCE,
+    SETTINGS,
+    begun,
+    endless,
+    followed,
+    gone_on,
+    rest_of,
+    stopped,
+)
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 WINDOW, PROMPT, ANSWER = 64, 180, 20
@@ -73,3 +87,29 @@ async def test_an_engine_without_a_place_for_it_takes_the_rest(
         goes_on = [*tokens, 9, 10]
         moved, stayed = await run(other, goes_on, 20), await run(core, goes_on, 20)
         assert (moved.cached_tokens, moved.tokens) == (HELD, stayed.tokens)
+
+
+async def test_what_moved_while_it_ran_branches_off_behind_its_stop(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
+) -> None:
+    model = tiny_model("gemma3", tie_free=True)
+    async with desk_of(model, **SETTINGS) as (core, home), desk_of(model, **SETTINGS) as (other, away):
+        work = endless(core, model, session="s")
+        slow.enter_context(slow_steps())
+        await begun(core, work, 200)
+        ours, theirs = await home.terms(), await away.terms()
+        async with Leaving(core, ours, work, FENCE) as leaving, await adopting(theirs, other, 1, 800) as arriving:
+            await followed(leaving, arriving, work)
+            manifest = await stopped(leaving)
+            slow.close()
+            await rest_of(leaving, arriving, manifest)
+            moved = await gone_on(arriving, manifest, other)
+            await commit_together([leaving], FENCE)
+        await finished(moved)
+        stop = len(manifest.tokens)
+        assert await done(other, first_position(1)) == stop - WINDOW
+        for back, cached in ((stop - 1, 0), (len(moved.tokens) - 5, len(moved.tokens) - 5), (stop, stop)):
+            turn = [*moved.tokens[:back], 9, 10]
+            again = await run(other, turn, 20)
+            alone = await run(core, turn, 20, reuse_prefix=False)
+            assert (again.cached_tokens, again.tokens) == (cached, alone.tokens)
