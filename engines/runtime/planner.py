@@ -57,15 +57,17 @@ class Row:
 
 
 class StepPlanner:
-    """Fills one reusable batch per step. Dense models take everybody's next token and chunks of prompts together; models
-    with recurrent state alternate, since llama.cpp splits unequal sequences into several graphs there. A stretch of an image is
-    a step of its own, at most every other one if there is anything else to do."""
+    """Fills one reusable batch per step. On a card dense models take everybody's next token and chunks of prompts together, so
+    that the weights are read once; models with recurrent state alternate, since llama.cpp splits unequal sequences into several
+    graphs there; and so does a processor, whose attention computes the few rows that decode by tiles as large as the prompt's. A
+    stretch of an image is a step of its own, at most every other one if there is anything else to do."""
 
     def __init__(self, llama: Llama, cache: PrefixCache, config: EngineConfig) -> None:
         self.batch = Batch(llama.batch_tokens)
         self._cache = cache
         self._llama = llama
-        self.alternates = llama.has_recurrent_state
+        self._takes_equal_pieces = llama.has_recurrent_state
+        self.alternates = llama.has_recurrent_state or config.gpu_layers == 0
         self._decoded_last = False
         self._room = 0
         self._chunks = 0
@@ -126,6 +128,8 @@ class StepPlanner:
         decoding: list[Slot] = []
         filling: list[Slot] = []
         for slot in busy:
+            if slot.waits_at_cut and not self._cache.goes_on(slot):
+                continue
             (decoding if slot.decoding else filling).append(slot)
         filling = self._in_order(filling)
         self.batch.clear()
@@ -133,7 +137,11 @@ class StepPlanner:
             rows, filling = self._plan_span(self.span_batch, decoding, filling)
             if rows:
                 return rows
-        return self._plan_apart(decoding, filling) if self.alternates else self._plan_together(decoding, filling)
+        if self._takes_equal_pieces:
+            return self._plan_apart(decoding, filling)
+        if self.alternates and decoding and filling:
+            return self._plan_in_turn(decoding, filling)
+        return self._plan_together(decoding, filling)
 
     def _plan_span(self, batch: SpanBatch, decoding: list[Slot], filling: list[Slot]) -> tuple[list[Row], list[Slot]]:
         """The first image's next stretch as a step, if it is its turn; and the slots that do not stand at one."""
@@ -166,6 +174,23 @@ class StepPlanner:
         for slot in filling:
             room -= self._add_chunk(rows, slot, slot.next_chunk(min(room, self.batch.room)))
         self._decoded_last = bool(decoding)
+        return rows
+
+    def _plan_in_turn(self, decoding: list[Slot], filling: list[Slot]) -> list[Row]:
+        """Chunks of prompts of any lengths, then everybody's next token, for which a cell each stays free. A prompt's last token
+        is like one of these."""
+        rows: list[Row] = []
+        if self._decoded_last:
+            room = self.shared_tokens
+            for slot in filling:
+                if slot.todo_tokens > 1:
+                    room -= self._add_chunk(rows, slot, slot.next_chunk(min(room, self.batch.room)), len(decoding))
+        self._decoded_last = not rows
+        if not rows:
+            rows = self._add_decoding(decoding)
+            for slot in filling:
+                if slot.todo_tokens == 1:
+                    self._add_chunk(rows, slot, 1)
         return rows
 
     def _plan_apart(self, decoding: list[Slot], filling: list[Slot]) -> list[Row]:
@@ -207,9 +232,9 @@ class StepPlanner:
         length = min(piece for _, piece in alike)
         return [(slot, length) for slot, _ in alike]
 
-    def _add_chunk(self, rows: list[Row], slot: Slot, count: int) -> int:
-        """Adds a prompt's next `count` tokens if there are cells for them; returns how many it added."""
-        if not count or not self._cache.make_room(self.batch.count + count):
+    def _add_chunk(self, rows: list[Row], slot: Slot, count: int, spared_cells: int = 0) -> int:
+        """Adds a prompt's next `count` tokens if there are cells for them and for others; returns how many it added."""
+        if not count or not self._cache.make_room(self.batch.count + count + spared_cells):
             return 0
         rows.append(self._add(slot, count))
         slot.used_at = time.monotonic()
