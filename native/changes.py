@@ -1,6 +1,7 @@
 """What our builds change in llama.cpp's source, each for a measured reason. The pinned source is the only one it fits.
 
-Engines give the same tokens with and without them: the tests of drafts pass on both libraries.
+Engines give the same tokens with and without them: the tests of drafts pass on both libraries. Chains on a device are the
+exception: without `kept_candidates` an engine does not use them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from pathlib import Path
 from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
+from native.kept_candidates import KEPT_CANDIDATES
+from native.quant_tiles import QUANT_TILES
 from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
 from native.state_ranges import STATE_RANGES
@@ -140,9 +143,11 @@ CHANGES = (
         "// whether flag 4 queues copies\n"
         "bool llama_state_seq_queues(void) {\n    return true;\n}\n",
     ),
+    *KEPT_CANDIDATES,
     *CELL_WINDOW,
     *STATE_RANGES,
     *CPU_MASKS,
+    *QUANT_TILES,
 )
 
 # What a build makes only if it is asked to (`--change NAME`), because it has not run on a card yet. Once it has: `*ROW_BLOCKS,`

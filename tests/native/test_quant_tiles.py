@@ -1,0 +1,39 @@
+"""Our build's products of Q4_1 weights against the wheel's: steps of one token, of a few, and of prompts of any length."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from tests.native.test_cell_window import logits
+from tests.synthetic_gguf import write_llama
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed"),
+]
+
+
+def quantized(source: Path, target: Path) -> Path:
+    """The model with Q4_1 weights."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1, 1
+    status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
+    assert status == 0
+    return target
+
+
+def test_tiles_of_rows_and_tokens_compute_the_same(tmp_path: Path, library: Path) -> None:
+    write_llama(tmp_path / "m.gguf")
+    model = quantized(tmp_path / "m.gguf", tmp_path / "q4_1.gguf")
+    ours = logits(model, tmp_path / "ours.npy", LLAMA_CPP_LIB_PATH=str(library))
+    theirs = logits(model, tmp_path / "theirs.npy")
+    assert ours.shape == theirs.shape and theirs.std() > 0.1
+    # Compilers may round otherwise.
+    assert np.abs(ours - theirs).max() < 1e-3 * theirs.std()
