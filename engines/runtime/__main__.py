@@ -24,6 +24,7 @@ from engines.errors import ModelLoadFailed, TemplateBroken
 from engines.rpc_serving import RpcServer
 from engines.runtime.card_code import require_card_code
 from engines.runtime.core import EngineCore
+from engines.runtime.device_chains import with_sound_sampling
 from engines.runtime.embedding_core import EmbeddingCore
 from engines.runtime.embedding_metrics import EmbeddingMetrics
 from engines.runtime.http import EngineServer
@@ -186,6 +187,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         require_card_code(config)
+        config = with_sound_sampling(config)
     except ModelLoadFailed as error:
         print(f"engine: {error}", file=sys.stderr)
         return 3

@@ -69,6 +69,8 @@ class Vocabulary:
         self.size: int = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self.bos: int = llama_cpp.llama_vocab_bos(self._vocab)
         self.eos: int = llama_cpp.llama_vocab_eos(self._vocab)
+        # What stands behind the text before a cursor, -1 where nothing does.
+        self.cursor_marker: int = llama_cpp.llama_vocab_fim_suf(self._vocab)
         self.adds_bos: bool = llama_cpp.llama_vocab_get_add_bos(self._vocab)
         self.pieces: list[bytes] = [self._piece(token, special=False) for token in range(self.size)]
         self.longest_piece_bytes = max(1, max(len(piece) for piece in self.pieces))
@@ -130,6 +132,11 @@ class Vocabulary:
             for token in range(self.size)
             if llama_cpp.llama_vocab_get_attr(self._vocab, token) & special
         ]
+
+
+def keeps_candidates() -> bool:
+    """Whether what a chain on the device hands out stays until it is read (native/kept_candidates.py)."""
+    return hasattr(_KEEPING, "llama_sampling_keeps_candidates")
 
 
 def float_view(pointer: Any, count: int) -> NDArray[np.float32]:
