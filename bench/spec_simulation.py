@@ -107,7 +107,7 @@ class Run:
             self.rate = self.rates[int(made / tokens * len(self.rates))]
             length = self.length
             if length is None:
-                length = self.chooser.choose(acceptances, LONGEST, made)
+                length = self.chooser.choose(acceptances, made)
             accepted = self._accepted(length)
             step_s, drafting_s = self._step_s(length), self._drafting_s(length)
             seconds += step_s + drafting_s

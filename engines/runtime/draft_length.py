@@ -130,20 +130,20 @@ class DraftLength:
         """What is expected of a generation without a history."""
         return self._all.rate(PRIOR_ACCEPTANCE, ENGINE_PRIOR_TRIALS)
 
-    def choose(self, acceptances: Sequence[Acceptance], longest: int, made_tokens: float) -> int:
-        """The length with most tokens per second, 0 where drafting loses. `longest` bounds this step's, not the choice.
+    def choose(self, acceptances: Sequence[Acceptance], made_tokens: float) -> int:
+        """The length with most tokens per second, 0 where drafting loses.
 
         `made_tokens`: how much each generation has written, on average.
         """
         if self.is_due(len(acceptances)):
             self.decide(acceptances, made_tokens)
-        return self.next(longest)
+        return self.next()
 
     def is_due(self, count: int) -> bool:
         """Whether a step of `count` sequences needs a decision first."""
         return self._left == 0 or count != self._count or self._rows == 0
 
-    def next(self, longest: int) -> int:
+    def next(self) -> int:
         """The length for the next step, as decided."""
         self._left -= 1
         if self.chosen == 0:
@@ -151,7 +151,7 @@ class DraftLength:
             if not self._looking and (self._is_lucky() or self._is_time_to_look()):
                 self._looking = 1
         self._has_looked = False
-        return min(self.chosen, longest)
+        return self.chosen
 
     @property
     def peeks(self) -> bool:

@@ -57,10 +57,10 @@ class DraftRows:
     def note(self, position: int, rows: NDArray[np.float32]) -> None:
         """Takes over the hidden rows of freshly decoded positions from `position` on, shape (count, embedding), which nobody
         may write to any more."""
-        if position != self.end:
+        if position != self._first + self._count:
             self._lose(position)
         self._pieces.append(rows)
-        self._count += rows.shape[0]
+        self._count += len(rows)
 
     def feed_from(self) -> int:
         """The first position to feed next. Where hidden rows before it are lost the draft context starts over behind the gap."""

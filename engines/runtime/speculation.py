@@ -134,21 +134,21 @@ class Speculation:
         self._drafting_s = None
         if self._peeks:
             self._peeks = []
-        # No more than anybody may use, and what all ask for: nobody's own bounds are the others'.
-        usable, asked = 0, self.length.longest
-        for slot in decoding:
-            if slot.generation is not None:
-                usable = max(usable, slot.generation.longest_draft)
-                asked = min(asked, slot.generation.draft_min)
-        longest = min(usable, self.length.longest, self._cache.ledger.free // max(len(decoding), 1) - 1)
-        if longest <= 0:
-            return {}
         if self.length.is_due(len(decoding)):
             self._decide([slot.generation for slot in decoding if slot.generation is not None])
-        count = max(self.length.next(longest), min(asked, longest))
+        count = self.length.next()
+        # What all ask for, so that nobody's own bound is the others'.
+        asked = min((slot.generation.draft_min for slot in decoding if slot.generation is not None), default=0)
+        if not (count or asked or self.length.peeks):
+            return {}  # most steps where drafts do not pay: nothing else is looked at
+        # No more than anybody may use.
+        usable = max(slot.generation.longest_draft for slot in decoding if slot.generation is not None)
+        longest = min(usable, self.length.longest, self._cache.ledger.free // len(decoding) - 1)
+        if longest <= 0:
+            return {}
+        count = min(max(count, asked), longest)
         if count == 0:
-            if self.length.peeks:
-                self._look(decoding)
+            self._look(decoding)
             return {}
         drafts = self._draft(decoding, count)
         return _filled(drafts, decoding) if self._equal_lengths else _cut(drafts)

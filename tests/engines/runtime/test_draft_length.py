@@ -93,7 +93,7 @@ def speed(cost: Callable[[int], float], streams: int, rate: float, length: int |
             chooser.interrupted()
             simulation.interrupted()
         made_tokens = (step % 500) * simulation.tokens / (streams * max(step, 1))
-        count = chooser.choose(acceptances, LONGEST, made_tokens) if length is None else length
+        count = chooser.choose(acceptances, made_tokens) if length is None else length
         peeks = length is None and chooser.peeks
         step_s, drafting_s, right = simulation.step(count)
         chooser.stepped(streams, streams * (count + 1), step_s, drafting_s if count else None)
@@ -156,14 +156,14 @@ def test_a_shape_is_changed_only_for_what_its_change_costs() -> None:
     for _ in range(200):
         chooser.saw(accepted[0], 1, 1)
     chooser.interrupted()
-    assert chooser.choose(accepted, 1, 50) == 1  # 2 tokens in 18.5 ms instead of 1 in 10
+    assert chooser.choose(accepted, 50) == 1  # 2 tokens in 18.5 ms instead of 1 in 10
     chooser.chosen = 0
     chooser.stepped(1, 1, 0.010, None)
     for _ in range(40):
-        assert chooser.choose(accepted, 1, 50) == 0
+        assert chooser.choose(accepted, 50) == 0
         chooser.stepped(1, 1, 0.010, None)
     chooser.interrupted()
-    assert chooser.choose(accepted, 1, 50) == 1
+    assert chooser.choose(accepted, 50) == 1
 
 
 def test_a_generation_without_history_is_judged_by_the_others() -> None:
@@ -187,7 +187,7 @@ def test_a_rest_from_drafts_ends_soon_after_they_begin_to_be_right() -> None:
         for step in range(most):
             if done():
                 return step, looks_s
-            count = chooser.choose(accepted, LONGEST, 100)
+            count = chooser.choose(accepted, 100)
             peeks = chooser.peeks
             chooser.stepped(1, 1 + count, large_card(1 + count), drafting(1, count) if count else None)
             if peeks:
