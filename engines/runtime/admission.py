@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 from engines.config import EngineConfig
 from engines.errors import DeadlineExceeded, DecodeFailed
@@ -12,7 +13,8 @@ from engines.runtime.landing import Landing
 from engines.runtime.llama import Llama
 from engines.runtime.metrics import EngineMetrics
 from engines.runtime.outbox import Outbox
-from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_search import Source
 from engines.runtime.rates import Rates
 from engines.runtime.sampler import Sampler
 from engines.runtime.slots import Slot
@@ -21,6 +23,26 @@ from engines.runtime.waiting import Turns, WaitingLine
 log = logging.getLogger("hydra.engine.core")
 
 RETURN_CELLS = 32
+# When fewer cells are free than all slots need for so many steps, but no more than this part of the cache, more are made ready.
+SPARE_STEPS, LEAST_SPARE_SHARE = 64, 16
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a generation of the line found: the cells that it `needed`, and the `source` of its prefix; None where it waits for a
+    longer one, which the slot's generation computes until it has `fork` tokens, or which lands (no slot)."""
+
+    needed: int
+    around: object
+    source: Source | None
+    slot: Slot | None = None
+    fork: int = 0
+
+    def holds(self, around: object) -> bool:
+        """Whether it would find the same again: it waits, and nothing but the leader's prompt has gone on meanwhile."""
+        if self.source is not None or around != self.around:
+            return False
+        return self.slot is None or len(self.slot.sequence) < self.fork
 
 
 class Admission:
@@ -45,6 +67,9 @@ class Admission:
         self._outbox = outbox
         self._metrics = metrics
         self._rates = rates
+        # Of those who wait for a prefix: they are looked at anew once that can make a difference.
+        self._looks: dict[Generation, Look] = {}
+        self._spare_cells = min(SPARE_STEPS * len(cache.slots), config.cells // LEAST_SPARE_SHARE)
 
     def drop_ended(self) -> None:
         """Takes out whoever cancelled or ran into its deadline, waiting or running."""
@@ -60,33 +85,73 @@ class Admission:
 
     def admit(self) -> None:
         """Gives idle slots to the line, in its order, as long as the cells that are needed can be had."""
+        looks, self._looks = self._looks, {}
         if not len(self._waiting):
             return
         turns = Turns(slot.generation for slot in self._cache.slots if slot.generation)
+        around, promised = self._around(), self._cache.promised_cells()
         for generation in self._waiting.in_order(turns):
             raw_logits = self.wants_raw_logits(generation)
-            if not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self._cache.slots):
+            may_run = self._cache.free_slots > 0
+            if not may_run or not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self._cache.slots):
                 self._metrics.wait_steps.labels("slot").inc()
                 continue
-            # Who had to give way comes back with some room to spare, or it would have to give way again at once.
-            needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
-            source = Source()
-            if generation.reuse_prefix:
-                source = self._cache.best_source(generation.tokens, generation.spans, generation.tenant)
-            needed = min(needed, self._config.context_tokens) - self._cache.shared_with_running(source)
-            if self._cache.promised_cells() + needed > self._config.cells:
+            look = looks.get(generation)
+            if look is None or not look.holds(around):
+                look = self._look(generation, around)
+            if promised + look.needed > self._config.cells:
                 # Nobody overtakes here, or a long prompt would never find the cache empty enough.
                 self._metrics.wait_steps.labels("cells").inc()
+                self._looks |= looks
                 return
-            led = self._cache.leader(generation, source.length) or self._landing.leads(generation, source.length)
-            if generation.reuse_prefix and led:
+            if look.source is None:
+                self._looks[generation] = look
                 self._metrics.wait_steps.labels("prefix").inc()
                 continue
-            slot = self._cache.best_slot(source, raw_logits=raw_logits, session=generation.session)
+            slot = self._cache.best_slot(look.source, raw_logits=raw_logits, session=generation.session)
             if slot is not None:
-                turns.began(generation)
-                if not self._landing.takes(generation, slot, source):
-                    self._start(generation, slot, source)
+                self._begin(generation, slot, look.source, turns)
+                promised = self._cache.promised_cells()
+
+    def _around(self) -> object:
+        """Differs from an earlier one when somebody began, ended, wrote a first token, or brought or took a prefix away: all but how
+        far prompts are computed."""
+        cache = self._cache
+        slots = tuple((slot.generation, slot.decoding, slot.transfer) for slot in cache.slots)
+        checkpoints = tuple(len(checkpoint.sequence) for checkpoint in cache.checkpoints)
+        return cache.glance(), slots, checkpoints, frozenset(self._landing.coming())
+
+    def _look(self, generation: Generation, around: object) -> Look:
+        """Where its prefix is, which takes a comparison with all that is held, and whether it comes longer soon."""
+        # Who had to give way comes back with some room to spare, or it would have to give way again at once.
+        needed = len(generation.tokens) + 1 + RETURN_CELLS * generation.preemptions
+        source = Source()
+        if generation.reuse_prefix:
+            source = self._cache.search.best_source(
+                generation.tokens, generation.spans, generation.tenant, generation.session
+            )
+        needed = min(needed, self._config.context_tokens) - self._cache.shared_with_running(source)
+        if not generation.reuse_prefix:
+            return Look(needed, around, source)
+        leader = self._cache.search.leader(generation, source.length)
+        if leader is not None:
+            return Look(needed, around, None, *leader)
+        return Look(needed, around, None if self._landing.leads(generation, source.length) else source)
+
+    def _begin(self, generation: Generation, slot: Slot, source: Source, turns: Turns) -> None:
+        if not self._cache.may_take(slot, source):
+            self._metrics.wait_steps.labels("leaving").inc()
+            return
+        turns.began(generation)
+        if not self._landing.takes(generation, slot, source) and not self._returns(generation, slot, source):
+            self._start(generation, slot, source)
+
+    def _returns(self, generation: Generation, slot: Slot, source: Source) -> bool:
+        """Whether it waits until its prefix is back from host memory."""
+        if source.sequence is not None:
+            return self._cache.moves.joins(generation, slot, source)
+        entry = self._cache.entry_of(source)
+        return entry is not None and self._cache.moves.returns(generation, slot, entry, source.length)
 
     def wants_raw_logits(self, generation: Generation) -> bool:
         """Which kind of slot it needs."""
@@ -95,6 +160,8 @@ class Admission:
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
         self._waiting.remove(generation)
         generation.cuts = [cut for cut in generation.cuts if cut >= self._cache.checkpoint_min_tokens]
+        if generation.reuse_prefix:
+            self._cache.search.cut_at_fork(generation, source.length)
         try:
             self._cache.prepare(slot, source)
         except Exception:
@@ -116,8 +183,8 @@ class Admission:
 
     def begin_moved(self, slot: Slot, generation: Generation) -> None:
         """A generation that came from another engine goes on in the slot that has its state, whoever stands in the line. Where
-        that is of the wrong kind it waits for another one, as if it had given way."""
-        if slot.has_raw_logits != self.wants_raw_logits(generation):
+        that is of the wrong kind, or as many run as may, it waits for another one, as if it had given way."""
+        if slot.has_raw_logits != self.wants_raw_logits(generation) or not self._cache.free_slots:
             self._waiting.put_back(generation)
             return
         slot.begin(generation)
@@ -125,9 +192,13 @@ class Admission:
 
     def yield_cells(self) -> None:
         """When the cache is too full for a token each, the youngest generation gives way and starts over later."""
-        if self._cache.ledger.free >= len(self._cache.slots):
+        free, slots = self._cache.ledger.free, len(self._cache.slots)
+        if free >= slots:
+            if free < self._spare_cells:
+                # Idle content is in host memory before anybody's next token needs its cells.
+                self._cache.foresee(self._spare_cells)
             return
-        while not self._cache.make_room(sum(slot.decoding for slot in self._cache.busy)):
+        while not self._cache.make_room(sum(slot.decoding for slot in self._cache.busy), at_once=True):
             busy = [(slot.generation.queued_at, slot) for slot in self._cache.busy if slot.generation]
             self._preempt(max(busy, key=lambda entry: entry[0])[1])
 

@@ -18,8 +18,9 @@ from engines.rpc_handoff import HEAD_LENGTH
 from engines.runtime.arena import Arena
 from engines.runtime.generation import Generation
 from engines.runtime.handoff_shelf import Shelf
-from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.prefix_marks import longest_marked
+from engines.runtime.prefix_search import Source
 from engines.runtime.slots import Slot
 from engines.runtime.state_adopt import Adopting
 from engines.runtime.state_forms import checksum_of, digest_of
@@ -167,8 +168,10 @@ def require_expected(entry: Adopted, head: BlockHead, piece: StatePiece) -> None
 
 
 def free_slot(cache: PrefixCache, body: AdoptBody) -> int:
-    """Raises NoCellsFree where none is idle."""
+    """Raises NoCellsFree where none is idle, or as many run as may."""
     wanted = body.raw_logits
+    if not body.idle and not cache.free_slots:
+        raise NoCellsFree("Every slot of the engine works.")
     slot = cache.best_slot(Source(), raw_logits=wanted) or cache.best_slot(Source(), raw_logits=not wanted)
     if slot is None:
         raise NoCellsFree("Every slot of the engine works.")

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from aiohttp import web
 
 from engines.rates_view import MAX_PENDING, MAX_SESSIONS, EngineRates
+from engines.runtime.checkpoint_order import stays
 from engines.runtime.core import EngineCore
 from engines.runtime.operations import NEEDS_MODEL, Operation
-from engines.runtime.prefix import PrefixCache, stays
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation
 from engines.runtime.rates import pairs_of
 from engines.runtime.state_desk import StateDesk
@@ -54,12 +55,15 @@ def rates_of(
 ) -> EngineRates:
     """Of a core that is ready."""
     cache, rates, config = core.cache, core.rates, core.config
+    free = cache.free_slots
     idle_tokens, idle_s = next_to_go(cache)
     layout = core.codec.layout if core.codec is not None else None
     return EngineRates(
         model=config.model_name,
-        slots=len(cache.slots),
-        free_slots=sum(slot.idle for slot in cache.slots),
+        slots=config.slots,
+        free_slots=free,
+        whole_row_slots=config.whole_row_sequences if config.samples_on_device else config.slots,
+        free_whole_row_slots=min(free, sum(slot.idle for slot in cache.slots if slot.has_raw_logits)),
         decoding=sum(slot.decoding for slot in cache.slots),
         pending_tokens=pending_tokens(core),
         queue_length=len(core.waiting),
@@ -111,8 +115,10 @@ def pending_tokens(core: EngineCore) -> tuple[int, ...]:
 def sessions_held(cache: PrefixCache) -> dict[str, int]:
     """Tokens of each conversation with a name that a slot or host memory holds; of those used last MAX_SESSIONS."""
     found: dict[str, int] = {}
-    for entry in cache.host:
+    for entry in (entry for entry in cache.host if not entry.is_cut):
         _add(found, entry.origin.session, len(entry.tokens))
+    for place in cache.aside:
+        _add(found, place.sequence.origin.session, len(place.sequence))
     for slot in sorted(cache.slots, key=lambda slot: slot.used_at):
         _add(found, slot.sequence.origin.session, len(slot.sequence))
     return dict(list(found.items())[-MAX_SESSIONS:])
@@ -126,8 +132,9 @@ def _add(found: dict[str, int], session: str, tokens: int) -> None:
 
 def next_to_go(cache: PrefixCache) -> tuple[int, float]:
     """The session that a new one would push out: tokens and seconds since it was used; no tokens if there is a slot that is empty
-    or holds none, but what hardly anybody goes on with."""
-    idle = [slot for slot in cache.slots if slot.idle]
+    or holds none, but what hardly anybody goes on with. Of slots for whole rows only where there are no others."""
+    usual = [slot for slot in cache.slots if not slot.has_raw_logits] or cache.slots
+    idle = [slot for slot in usual if slot.idle]
     if not idle or any(not len(slot.sequence) for slot in idle):
         return 0, 0.0
     first = min(idle, key=stays)

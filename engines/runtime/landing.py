@@ -1,4 +1,4 @@
-"""Prefixes that come in from the host's store before their generation begins: the core's side of it.
+"""Prefixes that come in from the host's store, or from host memory, before their generation begins: the core's side of it.
 
 A generation whose turn it is, and whose prompt's beginning lies in the store, gives its place in the line up for as long as
 the state enters the slot that it would have got; then it comes back to the line and finds its prefix there. Whatever fails on
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from engines.runtime.cells import common_prefix
 from engines.runtime.generation import Generation
-from engines.runtime.prefix import WORTH_WAITING_TOKENS, PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_search import WORTH_WAITING_TOKENS, Source
 from engines.runtime.slots import Slot
 from engines.runtime.state_transfer import Arrival
 from engines.runtime.waiting import WaitingLine
@@ -55,13 +56,17 @@ class Landing:
         except Exception:
             log.exception("a slot's content could not be put away")
             slot.sequence.clear()
-        self._waiting.remove(generation)
-        self._coming.add(generation)
+        self.begins(generation)
         slot.transfer, slot.awaited_cells = "restore", incoming.tokens
         # From the first block on the slot's content is this tenant's.
         slot.sequence.origin = generation.origin
         incoming.begin(generation, Arrival(slot, generation.tokens[: incoming.tokens]))
         return True
+
+    def begins(self, generation: Generation) -> None:
+        """It leaves the line until it has `landed`."""
+        self._waiting.remove(generation)
+        self._coming.add(generation)
 
     def leads(self, generation: Generation, at_hand: int) -> bool:
         """Whether a longer prefix than is at hand is on its way for another one, out of which it can then be shared."""

@@ -69,10 +69,13 @@ def survey(
     cache: PrefixCache, wanted: Callable[[Key], bool] = lambda _key: True
 ) -> Generator[None, None, list[Holding]]:
     """The holdings that are wanted, the last used first. Only of those the tokens are copied."""
-    yield from ()
+    # What stands neither in a slot nor in host memory comes there soon; what begins to leave meanwhile is not waited for.
+    going = [(place, place.sequence.life) for place in cache.aside]
+    while any(place in cache.aside and place.sequence.life == life for place, life in going):
+        yield
     inside = [s for s in cache.slots if len(s.sequence) and not s.transfer and not s.sequence.spans]
     found = [holding_of(cache, slot) for slot in inside if wanted(_key_of(slot))]
-    outside = (entry for entry in cache.host if not entry.spans and wanted(_key_of_entry(entry)))
+    outside = (e for e in cache.host if not e.spans and not e.is_cut and wanted(_key_of_entry(e)))
     found += [entry_holding(cache, entry) for entry in outside if not _within(entry, inside)]
     return sorted(found, key=lambda holding: holding.used_at, reverse=True)
 
@@ -93,8 +96,8 @@ def _within(entry: HostEntry, slots: list[Slot]) -> bool:
 
 def find(cache: PrefixCache, slot_id: int) -> Generator[None, None, Holding]:
     """A slot's conversation, also where it was put away. Raises SlotNotFound, SlotBusy, SlotEmpty, StateHasImages."""
-    yield from ()
     slot = slot_of(cache, slot_id)
+    yield from cache.moves.settled(slot)
     if not slot.idle:
         raise SlotBusy(f"Slot {slot_id} is busy.")
     entry = None if len(slot.sequence) else cache.host.of_slot(slot_id)

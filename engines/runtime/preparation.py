@@ -379,7 +379,7 @@ class Preparation:
     def _sampling(self, request: ChatRequest) -> SamplingParams:
         vocabulary = self.llama.vocabulary
         params = SamplingParams.of(request, self.config, vocabulary.size, vocabulary.end_tokens)
-        if self.config.samples_on_device and not self.config.whole_vocabulary_slots:
+        if self.config.samples_on_device and not self.config.whole_row_sequences:
             self._refuse_whole_vocabulary(params)
         return params
 

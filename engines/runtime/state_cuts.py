@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 from engines.errors import StateInvalid
-from engines.runtime.prefix import Checkpoint, PrefixCache
+from engines.runtime.checkpoint_order import Checkpoint
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_layout import Bytes

@@ -27,8 +27,9 @@ from engines.errors import (
     StateInvalid,
     StateTooLarge,
 )
+from engines.runtime.checkpoint_order import Checkpoint
 from engines.runtime.origin import NOBODY, Origin
-from engines.runtime.prefix import Checkpoint, PrefixCache
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_draft import DraftLook
@@ -254,19 +255,17 @@ def slot_of(cache: PrefixCache, slot_id: int) -> Slot:
 
 
 def look(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[SlotLook]:
-    yield from ()
     slot = slot_of(cache, slot_id)
     # Idle conversations may lie in host memory meanwhile; whoever asks for the slot means what it held.
-    cache.bring_back(slot)
+    yield from cache.bring_back(slot)
     return slot_look(cache, codec, slot)
 
 
 def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Departure]:
     """Takes the slot for an export. Raises SlotNotFound, SlotBusy or SlotEmpty."""
-    yield from ()
     slot = slot_of(cache, slot_id)
+    yield from cache.bring_back(slot)
     _require_free(slot)
-    cache.bring_back(slot)
     if not len(slot.sequence):
         raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
     seen = slot_look(cache, codec, slot)
@@ -288,7 +287,6 @@ def arrive(
 
     Raises SlotNotFound, SlotBusy, SlotOccupied, StateTooLarge or NoCellsFree.
     """
-    yield from ()
     slot = slot_of(cache, slot_id)
     _require_free(slot)
     if len(slot.sequence) and not erase_existing:
@@ -299,10 +297,15 @@ def arrive(
     promised = cache.promised_cells()
     if promised + count > cache.ledger.count:
         raise NoCellsFree(f"Of {cache.ledger.count} cells {promised} are promised to others; the state needs {count}.")
-    cache.put_away(slot)
+    arrival = Arrival(slot, tokens)
     slot.transfer, slot.awaited_cells = "restore", count
+    try:
+        yield from cache.emptied(slot, count)
+    except BaseException:
+        arrival._give_back()
+        raise
     slot.sequence.origin = origin
-    return Arrival(slot, tokens)
+    return arrival
 
 
 def _require_free(slot: Slot) -> None:

@@ -128,7 +128,7 @@ def filling_engine(tie_free_model: SyntheticModel, tmp_path_factory: pytest.Temp
     """An engine whose vocabulary has the markers; fillers stand for them."""
     folder = tmp_path_factory.mktemp("filling")
     keys = {f"tokenizer.ggml.fim_{name}_token_id": token for name, token in MARKERS.items()}
-    _with_numbers(tie_free_model.path, folder / "fim.gguf", keys)
+    with_numbers(tie_free_model.path, folder / "fim.gguf", keys)
     with EngineProcess(folder, folder / "fim.gguf", context_tokens=512, slots=1) as engine:
         yield engine
 
@@ -166,7 +166,7 @@ def test_an_editor_gets_its_text_with_other_files_before_it(
     assert (refused.status, refused.value["error"]["code"]) == (400, "unsupported_parameter")
 
 
-def _with_numbers(source: Path, target: Path, numbers: dict[str, int]) -> None:
+def with_numbers(source: Path, target: Path, numbers: dict[str, int]) -> None:
     """Copies a GGUF with more uint32 keys. They are padded so that the tensors stay aligned."""
     raw = source.read_bytes()
     added = b"".join(_key(name) + struct.pack("<II", 4, value) for name, value in numbers.items())

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from engines.errors import DeadlineExceeded
-from engines.runtime.prefix import PrefixCache, Source
+from engines.runtime.prefix import PrefixCache
+from engines.runtime.prefix_search import Source
 from tests.engines.runtime.parked import StoreHere, client_of, parking_engine, store_here, until
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
@@ -235,7 +236,8 @@ async def test_what_moves_to_host_memory_while_it_is_to_be_parked_is_parked_from
 
         def put_away(cache: PrefixCache) -> Generator[None, None, None]:
             yield from ()
-            assert cache.host.holds_after_save(slot.sequence)
+            cache.moves.put_out(slot.sequence)
+            assert cache.host.covering(slot.sequence) is not None
             cache.host.link(0, slot.sequence)
             slot.sequence.clear()
 
@@ -255,12 +257,11 @@ async def test_a_slot_gives_back_what_was_put_away_once(tiny_model: Callable[...
         for n in (1, 2):
             await engine.ask(prompt_of(model, 200, start=n))
         cache = engine.core.cache
-        await until(lambda: len(cache.host) == 1)
+        await until(lambda: any(not len(slot.sequence) for slot in cache.slots[:2]))
         away = next(slot for slot in cache.slots[:2] if not len(slot.sequence))
 
         def brought_back(cache: PrefixCache) -> Generator[None, None, int]:
-            yield from ()
-            cache.bring_back(away)
+            yield from cache.bring_back(away)
             return len(away.sequence)
 
         def thrown_away(_cache: PrefixCache) -> Generator[None, None, None]:
@@ -283,7 +284,7 @@ async def test_a_prefix_is_lent_to_nobody_before_all_of_it_is_proved(tiny_model:
             found = []
             for transfer in ("restore", "export", ""):
                 slot.transfer = transfer
-                found.append(cache.best_source(work.tokens))
+                found.append(cache.search.best_source(work.tokens))
             return found
 
         found = await engine.core.perform(sources)
