@@ -215,6 +215,7 @@ def _config(
         checkpoints=form.checkpoints,
         batch_tokens=form.batch_tokens,
         micro_batch_tokens=form.micro_batch_tokens,
+        whole_vocabulary_slots=form.whole_vocabulary_slots,
         gpu_layers=form.gpu_layers,
         cpu_moe_layers=form.cpu_moe_layers,
         devices=devices,

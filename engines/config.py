@@ -19,10 +19,14 @@ from engines.cuda_images import capability
 
 SPLIT_MODES = ("none", "layer", "row")
 SPECULATIONS = ("none", "mtp", "lookup", "auto")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 POOLINGS = ("", "mean", "cls", "last", "rank")
 SAMPLING_PATHS = ("auto", "host", "backend")
 # Ranges of state leave and enter a context through these.
 SCRATCH_SEQUENCES = 2
+MOST_CHECKPOINTS = 128
+# llama.cpp's LLAMA_MAX_SEQ.
+MOST_SEQUENCES = 256
 MIN_SECRET_BYTES = 16
 KV_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "f32", "bf16")
 
@@ -52,8 +56,8 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "main_gpu": (0, 255),
     "cpu_moe_layers": (0, 4096),
     "device_candidates": (8, 4096),
-    "whole_vocabulary_slots": (0, 64),
-    "checkpoints": (0, 128),
+    "whole_vocabulary_slots": (-1, 64),
+    "checkpoints": (-1, MOST_CHECKPOINTS),
     "checkpoint_spacing_tokens": (0, 1 << 20),
     "checkpoint_min_tokens": (-1, 1 << 20),
     "host_cache_bytes": (0, 1 << 44),
@@ -78,11 +82,15 @@ class EngineConfig:
 
     `context_tokens` bounds one request (prompt + answer); `cache_tokens` is the number of KV cells that all slots share
     (0: context_tokens × slots). `threads` 0 means all cores but one. `checkpoints` states of earlier cuts are kept inside the
-    context (for models that cannot drop a suffix), at least `checkpoint_spacing_tokens` apart within a conversation and none
-    in a prompt's first `checkpoint_min_tokens` (-1: as many as take 0.15 s); `host_cache_bytes` bounds what is kept in host
-    memory behind them, where on a CPU `put_away_idle` moves idle conversations between requests. `full_window` keeps all of a
-    sliding-window layer's past, so that prefixes can be shared and cut anywhere; without it such layers take less memory,
-    and only whole states are reused. `sampling` says where candidates come from (auto: on the device if layers are there).
+    context (for models that cannot drop a suffix; -1: one for each slot, and two), where one that is nearer than
+    `checkpoint_spacing_tokens` to its conversation's next goes first, and none in a prompt's first `checkpoint_min_tokens`
+    (-1: as many as take 0.15 s); `host_cache_bytes` bounds what is kept in host memory behind them, where on a CPU
+    `put_away_idle` moves idle conversations between requests. `full_window` keeps all of a sliding-window layer's past, so
+    that prefixes can be shared and cut anywhere; without it such layers take less memory, and only whole states are reused.
+    `sampling` says where candidates come from (auto: on the device if layers are there,
+    unless the defaults ask for whole rows of logits anyway). Where it is the device, at most `whole_vocabulary_slots` requests
+    at once may need whole rows (log probabilities, top_k 0 or above `device_candidates`, a bias that lifts): each takes a
+    sequence beside those of the `slots`, of which still no more run at once (-1: a quarter of the slots, at least one).
     `devices` names the accelerators to use (empty: all), `tensor_split` their shares, `cpu_moe_layers` how many layers from
     the first keep their experts in host memory, `tensor_overrides` are regex=DEVICE entries of which the first match counts.
     `card_arch` is the architecture of the card (sm_86) that it is meant for: with a llama.cpp that has no code for it, it refuses
@@ -148,8 +156,8 @@ class EngineConfig:
     full_window: bool = True
     sampling: str = "auto"
     device_candidates: int = 128
-    whole_vocabulary_slots: int = 1
-    checkpoints: int = 4
+    whole_vocabulary_slots: int = -1
+    checkpoints: int = -1
     checkpoint_spacing_tokens: int = 2048
     checkpoint_min_tokens: int = -1
     host_cache_bytes: int = 1 << 30
@@ -184,6 +192,8 @@ class EngineConfig:
             raise ConfigInvalid(f"speculation is {self.speculation!r}; it must be one of {', '.join(SPECULATIONS)}")
         if self.pooling not in POOLINGS:
             raise ConfigInvalid(f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS[1:])}, or empty")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigInvalid(f"log_level is {self.log_level!r}; it must be one of {', '.join(LOG_LEVELS)}")
         for key in ("kv_type_k", "kv_type_v"):
             if getattr(self, key) not in KV_TYPES:
                 raise ConfigInvalid(f"{key} is {getattr(self, key)!r}; it must be one of {', '.join(KV_TYPES)}")
@@ -278,19 +288,42 @@ class EngineConfig:
         """
         if self.pooling:
             return False
-        return self.sampling == "backend" or (self.sampling == "auto" and self.gpu_layers != 0)
+        return self.sampling == "backend" or (
+            self.sampling == "auto" and self.gpu_layers != 0 and not self.usually_needs_whole_rows
+        )
+
+    @property
+    def usually_needs_whole_rows(self) -> bool:
+        """Whether a request that says nothing of its own would find no use for the device's candidates."""
+        return self.default_temperature > 0 and not 0 < self.default_top_k <= self.device_candidates
+
+    @property
+    def whole_row_sequences(self) -> int:
+        """Sequences that keep their raw logits where the others' are sampled on the device: as many requests as may need them at
+        once. More than slots would never run."""
+        if not self.samples_on_device:
+            return 0
+        wanted = max(1, self.slots // 4) if self.whole_vocabulary_slots < 0 else self.whole_vocabulary_slots
+        return min(wanted, self.slots, max(1, MOST_SEQUENCES - SCRATCH_SEQUENCES - self.slots - self.kept_checkpoints))
+
+    @property
+    def kept_checkpoints(self) -> int:
+        """Sequences for checkpoints: as many conversations as there are slots have one each where their next turn begins, their
+        system prompt has one, and one changes over."""
+        return min(self.slots + 2, MOST_CHECKPOINTS) if self.checkpoints < 0 else self.checkpoints
 
     @property
     def decoding_sequences(self) -> int:
-        """Sequences that can run a generation: slots, and with device sampling some that keep their raw logits."""
-        return self.slots + (self.whole_vocabulary_slots if self.samples_on_device else 0)
+        """Sequences that can run a generation: slots, and with device sampling those that keep their raw logits. No more than
+        `slots` of them do at once."""
+        return self.slots + self.whole_row_sequences
 
     @property
     def sequences(self) -> int:
         """Sequence ids of the context: decoding ones, checkpoints, scratch. Recurrent state takes memory for each."""
         if self.pooling:
             return min(self.embedding_inputs, self.pooled_step_tokens)
-        return self.decoding_sequences + self.checkpoints + SCRATCH_SEQUENCES
+        return self.decoding_sequences + self.kept_checkpoints + SCRATCH_SEQUENCES
 
     @property
     def outputs(self) -> int:
@@ -301,7 +334,7 @@ class EngineConfig:
         """
         if self.pooling:
             return self.pooled_step_tokens
-        return max(self.sequences, self.decoding_sequences * (1 + self.longest_draft))
+        return max(self.sequences, self.slots * (1 + self.longest_draft))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)

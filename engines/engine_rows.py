@@ -21,8 +21,11 @@ from engines.models import Engine
 from pools import reservation
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
+from pools.load_facts import variant_facts
 
 ALL_GPU_LAYERS = 999
+# What every measurement on a card was made with: a prompt's chunk may take more than one micro-batch.
+CARD_BATCH_TOKENS = 4096
 MAX_ERROR_CHARS = 2000
 PROGRESS_STEP = 0.04  # of loading, that is worth a write
 
@@ -43,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineTask:
-    """An engine as its head handles it: what is wanted, what the row says, and what its process would be told."""
+    """An engine as its head handles it: what is wanted, what the row says, and what its process would be told. With a `refusal`
+    it must not be started: that is not what the row says.
+    """
 
     engine_id: int
     epoch: int
@@ -57,6 +62,7 @@ class EngineTask:
     card_uuid: str = ""
     on_demand: bool = False
     last_error: str = ""
+    refusal: str = ""
 
 
 def claim_start(engine_id: int, epoch: int) -> EngineTask | None:
@@ -249,6 +255,11 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
     parts: dict[str, object] = {f"default_{key}": value for key, value in asdict(defaults).items()}
     if store is not None:
         parts |= {"store_host": store.address, "store_port": store.port, "store_secret": store.secret}
+    if on_cuda:
+        parts["batch_tokens"] = CARD_BATCH_TOKENS
+    whole_rows = engine.whole_vocabulary_slots
+    further = engine.further
+    parts |= further.values
     config = EngineConfig(
         model_path=_model_path(engine),
         model_name=model.name,
@@ -261,7 +272,8 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
         cpu_moe_layers=engine.cpu_moe_layers if on_cuda else 0,
         kv_type_k=engine.kv_type_k or model.kv_type_k,
         kv_type_v=engine.kv_type_v or model.kv_type_v,
-        checkpoints=engine.checkpoints,
+        checkpoints=-1 if engine.checkpoints is None else engine.checkpoints,
+        whole_vocabulary_slots=variant_facts(engine.variant).whole_row_slots if whole_rows is None else whole_rows,
         card_arch=engine.gpu.arch if on_cuda and engine.gpu is not None else "",
         chat_template=model.chat_template,
         pooling=model.pooling,
@@ -286,4 +298,5 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
         card_uuid=engine.gpu.uuid if on_cuda and engine.gpu is not None else "",
         on_demand=engine.on_demand,
         last_error=engine.last_error,
+        refusal=further.refusal,
     )

@@ -186,13 +186,15 @@ def _places(device: DeviceFacts) -> set[tuple[int, int | None]]:
 
 
 def _kept_row(wish: LoadWish, engines: Sequence[Engine], closed: set[tuple[int, int | None]]) -> Engine | None:
-    """A stopped engine of the model that a person set up: it is started as it is, instead of one of our making."""
+    """A stopped engine of the model that a person set up, or gave settings of its own: it is started as it is, instead of one of
+    our making.
+    """
     rows = [
         engine
         for engine in engines
         if engine.variant.model_id == wish.model_id
         and engine.state in TERMINAL
-        and not engine.on_demand
+        and (not engine.on_demand or engine.further_settings or engine.whole_vocabulary_slots is not None)
         and engine.takes_new
         and (engine.host_id, engine.gpu_id) not in closed
     ]
@@ -302,7 +304,7 @@ def _shaped_row(wish: LoadWish, device: DeviceFacts, row: Engine | None, preview
         "cpu_moe_layers": form.cpu_moe_layers,
         "kv_type_k": form.kv_type_k,
         "kv_type_v": form.kv_type_v,
-        "checkpoints": form.checkpoints,
+        "checkpoints": None if form.checkpoints < 0 else form.checkpoints,
     }
     if row is None:
         place = {"host_id": device.host_id, "gpu_id": device.device_id, "variant_id": wish.variant_id}

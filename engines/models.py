@@ -3,12 +3,16 @@
 Only `engines.services`, `engines.engine_rows`, `engines.emptying` and `engines.store_rows` write them.
 """
 
+from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator
 from django.db import models
 from django.utils import timezone
 
+from engines import further_settings
 from engines.addresses import http_url
 from engines.choices import EngineState, StopReason, StoreState, Wanted
+from engines.config import ConfigInvalid
+from engines.further_settings import Further
 
 
 class Engine(models.Model):
@@ -38,7 +42,23 @@ class Engine(models.Model):
     kv_type_k = models.CharField(max_length=8, blank=True, help_text="Of the K cache; empty: the model's.")
     kv_type_v = models.CharField(max_length=8, blank=True, help_text="Of the V cache; empty: the model's.")
     checkpoints = models.PositiveSmallIntegerField(
-        default=4, validators=[MaxValueValidator(128)], help_text="Kept states of models that cannot drop a suffix."
+        null=True,
+        blank=True,
+        validators=[MaxValueValidator(128)],
+        help_text="Kept states of models that cannot drop a suffix; empty: one for each slot, and two.",
+    )
+    whole_vocabulary_slots = models.PositiveSmallIntegerField(
+        null=True,
+        blank=True,
+        validators=[MaxValueValidator(64)],
+        help_text="On a card: so many slots at once for requests that need whole rows of logits (log probabilities, top_k 0); "
+        "empty: all, or a quarter where each takes a recurrent state.",
+    )
+    further_settings = models.JSONField(
+        default=dict,
+        blank=True,
+        help_text='Other keys of its configuration (docs/engine.md), like {"micro_batch_tokens": 1024}. '
+        "Of tensor_overrides and tensor_split the memory below knows nothing.",
     )
     state = models.CharField(max_length=10, choices=EngineState.choices, default=EngineState.STOPPED)
     on_demand = models.BooleanField(default=False, help_text="A request had it made; nobody set it up.")
@@ -70,6 +90,23 @@ class Engine(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+    def clean(self) -> None:
+        if self.further_settings is None:
+            self.further_settings = {}
+        try:
+            further_settings.checked(self.further_settings, **self._row_settings)
+        except ConfigInvalid as error:
+            raise ValidationError({"further_settings": f"{str(error)[:1].upper()}{str(error)[1:]}."}) from error
+
+    @property
+    def further(self) -> Further:
+        """The further settings as its configuration takes them."""
+        return further_settings.usable(self.further_settings, **self._row_settings)
+
+    @property
+    def _row_settings(self) -> dict[str, int]:
+        return {"slots": self.slots, "context_tokens": self.context_tokens}
 
     @property
     def base_url(self) -> str | None:

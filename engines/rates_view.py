@@ -27,7 +27,8 @@ class EngineRates:
     `restore_bytes_per_s` is how fast states come in from the host's store, 0 unknown. `sessions` are tokens held by conversation,
     the one used last at the end; `idle_tokens` and `idle_s` tell of the one that would have to go next. `links` are bytes per
     second at which other hosts' stores ("address:port") were read. `streams_kv`: a request may come or leave while it runs; a
-    token's KV then takes `kv_token_bytes`, what belongs to no token `kv_part_bytes`.
+    token's KV then takes `kv_token_bytes`, what belongs to no token `kv_part_bytes`. Of the slots as many as `whole_row_slots` at
+    once may serve requests that need whole rows of logits, of which `free_whole_row_slots` more may begin now.
     """
 
     model: str
@@ -59,6 +60,8 @@ class EngineRates:
     prefill_beside_s: float = 0.0
     own_token_s: float = 0.0
     own_tokens: int = 0
+    whole_row_slots: int = 0
+    free_whole_row_slots: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineRates:
@@ -98,6 +101,8 @@ class EngineRates:
             prefill_beside_s=_seconds(values.get("prefill_beside_s", 0.0)),
             own_token_s=_seconds(values.get("own_token_s", 0.0)),
             own_tokens=int(_seconds(values.get("own_tokens", 0))),
+            whole_row_slots=int(_seconds(values.get("whole_row_slots", 0))),
+            free_whole_row_slots=int(_seconds(values.get("free_whole_row_slots", 0))),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from typing import Any
 
 from engines.choices import LIVE, TERMINAL, EngineState, Wanted
 from engines.models import Engine
@@ -12,19 +13,21 @@ from engines.reconcile import MAX_RESTARTS
 from pools.fit import reading_of
 from pools.ledger import ALL_LAYERS, Form, Prediction
 from pools.ledger_predict import predict
-from pools.load_facts import DeviceFacts, model_form, variant_facts
+from pools.load_facts import DeviceFacts, model_form, model_sampling, variant_facts
 from pools.placement import Room
 from pools.placement_rooms import Held, room_of
 from pools.placement_swap import DeviceState, Resident, reload_s
 
 # Who came a moment ago stays long enough to answer the request it came for.
 MIN_RESIDENT_S = 10.0
+# Further settings that forms know.
+_MEMORY_SETTINGS = ("batch_tokens", "micro_batch_tokens", "cache_tokens", "host_cache_bytes", "mmap")
 
 
 def engine_form(engine: Engine) -> Form:
     """The form in which an engine runs, or would."""
     on_card = engine.gpu is not None and engine.gpu.kind == "cuda"
-    form = model_form(engine.variant.model)
+    form = model_form(engine.variant)
     return dataclasses.replace(
         form,
         gpu_layers=(ALL_LAYERS if engine.gpu_layers is None else engine.gpu_layers) if on_card else 0,
@@ -33,8 +36,22 @@ def engine_form(engine: Engine) -> Form:
         context_tokens=engine.context_tokens,
         kv_type_k=engine.kv_type_k or form.kv_type_k,
         kv_type_v=engine.kv_type_v or form.kv_type_v,
-        checkpoints=engine.checkpoints,
+        checkpoints=-1 if engine.checkpoints is None else engine.checkpoints,
+        **_further(engine),
     )
+
+
+def _further(engine: Engine) -> dict[str, Any]:
+    """What the row says beyond, as far as memory depends on it."""
+    settings = engine.further.values
+    values = {name: settings[name] for name in _MEMORY_SETTINGS if name in settings}
+    if engine.whole_vocabulary_slots is not None:
+        values["whole_vocabulary_slots"] = engine.whole_vocabulary_slots
+    if settings.get("sampling", "auto") != "auto":
+        values["sampling"] = settings["sampling"]
+    elif "device_candidates" in settings:
+        values["sampling"] = model_sampling(engine.variant.model, settings["device_candidates"])
+    return values
 
 
 def engine_ledger(engine: Engine) -> Prediction:

@@ -45,6 +45,9 @@ def start_engine(engine_id: int, epoch: int) -> None:
     task = engine_rows.claim_start(engine_id, epoch)
     if task is None or missing_files.waits_for_file(task):
         return
+    if task.refusal:
+        engine_rows.give_up(engine_id, epoch, task.refusal)
+        return
     task = loading_exact.refitted(task)
     if task is None:
         return

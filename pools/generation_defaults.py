@@ -39,6 +39,10 @@ class GenerationDefaults:
                 raise ValueError(f"{key} is {value}; it must lie between {low} and {high}")
         return cls(**values)
 
+    def needs_whole_rows(self, device_candidates: int) -> bool:
+        """Whether a request that says nothing of its own would find no use for the likeliest tokens that a device hands out."""
+        return self.temperature > 0 and not 0 < self.top_k <= device_candidates
+
     def as_dict(self) -> dict[str, Any]:
         """Only what differs from the plain defaults, so that a later change of those reaches every other model."""
         plain = GenerationDefaults()

@@ -19,9 +19,10 @@ import gguf
 
 from pools.gguf_weights import WeightSizes
 
-SCRATCH_SEQUENCES = 2  # engines.config's
+SCRATCH_SEQUENCES, MOST_SEQUENCES, MOST_CHECKPOINTS, DEVICE_CANDIDATES = 2, 256, 128, 128  # engines.config's
 CELL_BLOCK = 256  # llama.cpp rounds contexts up to this
 ALL_LAYERS = -1
+ALL_SLOTS = 64  # the most that there are
 _STATE_VALUE_BYTES = 4
 
 
@@ -85,7 +86,8 @@ class Form:
 
     `draft_tokens` 0: nobody drafts; `uses_draft_head`: the drafts come from the model's own head, if it has one.
     `copies_weights`: the card works as CUDA does: it computes large batches of layers left to the host, and needs room for their
-    weights; and it unpacks keys and values that are kept in less than 16 bits.
+    weights; and it unpacks keys and values that are kept in less than 16 bits. `sampling` is host where the model's defaults ask
+    for whole rows of logits anyway.
     """
 
     gpu_layers: int = ALL_LAYERS
@@ -94,12 +96,14 @@ class Form:
     context_tokens: int = 4096
     kv_type_k: str = "f16"
     kv_type_v: str = "f16"
-    checkpoints: int = 4
+    checkpoints: int = -1
     draft_tokens: int = 0
     uses_draft_head: bool = False
     batch_tokens: int = 512
     micro_batch_tokens: int = 512
-    whole_vocabulary_slots: int = 1
+    whole_vocabulary_slots: int = -1
+    cache_tokens: int = 0
+    sampling: str = "auto"
     host_cache_bytes: int = 1 << 30
     projector_bytes: int = 0
     pooling: str = ""
@@ -109,7 +113,7 @@ class Form:
     @property
     def cells(self) -> int:
         tokens = self.context_tokens + self.micro_batch if self.pooling else self.context_tokens * self.slots
-        return _whole_blocks(tokens)
+        return _whole_blocks(self.cache_tokens or tokens)
 
     @property
     def draft_cells(self) -> int:
@@ -122,22 +126,36 @@ class Form:
 
     @property
     def samples_on_device(self) -> bool:
-        return self.gpu_layers != 0 and not self.pooling
+        wanted = self.gpu_layers != 0 if self.sampling == "auto" else self.sampling == "backend"
+        return wanted and not self.pooling
+
+    @property
+    def kept_checkpoints(self) -> int:
+        """One for each slot, and two, or as many as is said."""
+        return min(self.slots + 2, MOST_CHECKPOINTS) if self.checkpoints < 0 else self.checkpoints
 
     @property
     def decoding_sequences(self) -> int:
-        return self.slots + (self.whole_vocabulary_slots if self.samples_on_device else 0)
+        return self.slots + self.whole_row_sequences
+
+    @property
+    def whole_row_sequences(self) -> int:
+        """Beside the slots, for requests that need whole rows of logits: a quarter of them, or as many as is said."""
+        if not self.samples_on_device:
+            return 0
+        wanted = max(1, self.slots // 4) if self.whole_vocabulary_slots < 0 else self.whole_vocabulary_slots
+        return min(wanted, self.slots, max(1, MOST_SEQUENCES - SCRATCH_SEQUENCES - self.slots - self.kept_checkpoints))
 
     @property
     def sequences(self) -> int:
-        return 1 if self.pooling else self.decoding_sequences + self.checkpoints + SCRATCH_SEQUENCES
+        return 1 if self.pooling else self.decoding_sequences + self.kept_checkpoints + SCRATCH_SEQUENCES
 
     @property
     def outputs(self) -> int:
         """Rows of logits that a step may ask for."""
         if self.pooling:
             return self.micro_batch
-        return max(self.sequences, self.decoding_sequences * (1 + self.draft_tokens))
+        return max(self.sequences, self.slots * (1 + self.draft_tokens))
 
 
 @dataclass(frozen=True)
@@ -198,6 +216,12 @@ class ModelFacts:
     def layers(self) -> int:
         """Of the trunk."""
         return len(self.kv_heads)
+
+    @property
+    def whole_row_slots(self) -> int:
+        """How many slots may serve requests that need whole rows of logits, unless somebody says it: a sequence of its own costs
+        hardly any memory but for a recurrent state, so there a quarter (-1), else all."""
+        return -1 if self.recurrent_state_bytes else ALL_SLOTS
 
     @property
     def placed_layers(self) -> int:

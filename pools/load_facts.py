@@ -8,7 +8,8 @@ from datetime import datetime
 from pathlib import Path
 
 from pools.choices import HostDuty, HostState
-from pools.ledger import Form, ModelFacts
+from pools.generation_defaults import GenerationDefaults
+from pools.ledger import DEVICE_CANDIDATES, Form, ModelFacts
 from pools.models import Gpu, Model, Variant, VariantFile
 
 USUAL_SLOTS = 4
@@ -62,8 +63,9 @@ def variant_facts(variant: Variant) -> ModelFacts:
     return ModelFacts.from_header(variant.header, variant.size_bytes)
 
 
-def model_form(model: Model) -> Form:
-    """What every engine of a model has in common, as far as memory depends on it."""
+def model_form(variant: Variant) -> Form:
+    """What every engine of a variant has in common, as far as memory depends on it."""
+    model = variant.model
     drafts = 0 if model.pooling or model.speculation == "none" else model.draft_tokens
     return Form(
         kv_type_k=model.kv_type_k,
@@ -72,14 +74,22 @@ def model_form(model: Model) -> Form:
         uses_draft_head=drafts > 0 and model.speculation in ("mtp", "auto"),
         pooling=model.pooling,
         projector_bytes=0 if model.pooling else _projector_bytes(model.projector_path),
+        whole_vocabulary_slots=variant_facts(variant).whole_row_slots,
+        sampling=model_sampling(model),
     )
+
+
+def model_sampling(model: Model, device_candidates: int = DEVICE_CANDIDATES) -> str:
+    """Where its engines sample, in the words of EngineConfig: on the host, if requests need whole rows of logits anyway."""
+    defaults = GenerationDefaults.from_dict(model.generation_defaults)
+    return "host" if defaults.needs_whole_rows(device_candidates) else "auto"
 
 
 def _wish(variant: Variant) -> LoadWish:
     model, facts = variant.model, variant_facts(variant)
     trained = variant.context_train_tokens or USUAL_CONTEXT_TOKENS
     form = dataclasses.replace(
-        model_form(model),
+        model_form(variant),
         slots=model.load_slots or USUAL_SLOTS,
         context_tokens=model.load_context_tokens or min(USUAL_CONTEXT_TOKENS, trained),
     )

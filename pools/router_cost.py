@@ -85,7 +85,7 @@ def solo(request: RequestView, engine: EngineView, pool: PoolView) -> Candidate:
     line = line_of(engine, pending, missing_tokens)
     crowding = engine.crowd * engine.neighbours
     terms = Terms(
-        queue_s=queue_s(engine, sent, line, missing_tokens),
+        queue_s=queue_s(request, engine, sent, line, missing_tokens),
         restore_s=reuse.restore_s,
         prefill_s=prefill_s,
         decode_s=output * step_s * (1.0 + crowding) + stalls_s(engine, line, output),
@@ -191,15 +191,16 @@ def line_of(engine: EngineView, pending: tuple[int, ...], missing_tokens: int) -
     return before, whole - before, engine.prefill.seconds(0, mean, engine.resident_tokens) / mean
 
 
-def queue_s(engine: EngineView, sent: Sent, line: Line, missing_tokens: int) -> float:
+def queue_s(request: RequestView, engine: EngineView, sent: Sent, line: Line, missing_tokens: int) -> float:
     """Until the engine begins with this prompt: prompts that come before it, and a slot if none is free."""
     before, after, token_s = line
     # Meanwhile every so many chunks one is the oldest prompt's, which may be longer.
     between = min(after, (before + missing_tokens) // (OLDEST_EVERY_CHUNKS - 1)) if after else 0
     waited_s = (before + between) * token_s * engine.drift
-    lacking = 1 + engine.queue_length + sent.requests - engine.free_slots
+    slots, free_slots = engine.places(request)
+    lacking = 1 + engine.queue_length + sent.requests - free_slots
     if lacking > 0:
-        waited_s += lacking * engine.request_s / max(1, engine.slots)
+        waited_s += lacking * engine.request_s / max(1, slots)
     return waited_s
 
 

@@ -59,7 +59,7 @@ def add_split(
         for second in seconds:
             if first is second:
                 continue
-            refusal = _refusal(first, second, pool, forced=forced)
+            refusal = _refusal(request, first, second, pool, forced=forced)
             if refusal is not None:
                 refusals.append(refusal)
                 continue
@@ -68,7 +68,9 @@ def add_split(
             candidates.append(prefill_and_decode(request, at_first, first, second, pool, bytes_per_token, loss))
 
 
-def _refusal(first: EngineView, second: EngineView, pool: PoolView, *, forced: bool) -> Refusal | None:
+def _refusal(
+    request: RequestView, first: EngineView, second: EngineView, pool: PoolView, *, forced: bool
+) -> Refusal | None:
     name = f"{first.name} → {second.name}"
     if first.kv_group != second.kv_group:
         return Refusal("pd", name, Reason.GROUP)
@@ -81,7 +83,8 @@ def _refusal(first: EngineView, second: EngineView, pool: PoolView, *, forced: b
     link = pool.links.get((first.host, second.host))
     if link is None or (link.doubted and not forced):
         return Refusal("pd", name, Reason.LINK)
-    if second.free_slots - pool.sent.get(second.engine_id, NOTHING_SENT).requests <= 0:
+    _, free_slots = second.places(request)
+    if free_slots - pool.sent.get(second.engine_id, NOTHING_SENT).requests <= 0:
         return Refusal("pd", name, Reason.SLOT)
     return None
 

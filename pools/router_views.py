@@ -71,7 +71,7 @@ class EngineView:
     `kv_part_bytes` are a token's KV and a recurrent state as they travel (0: unknown); `streams_kv`: a request may come to it, or
     leave it, while it runs. First tokens took `fixed_s` beside all that, `drift` times what these rates say, and `wake_s` more
     because the engine is idle (0: it is not); `crowd` times more for each of the `neighbours`, which are engines at work on the
-    same device.
+    same device. Requests that need whole rows of logits have `whole_row_slots` of the slots at once (0: unknown).
     """
 
     engine_id: int
@@ -106,6 +106,14 @@ class EngineView:
     drift: float = 1.0
     neighbours: int = 0
     crowd: float = 0.0
+    whole_row_slots: int = 0
+    free_whole_row_slots: int = 0
+
+    def places(self, request: RequestView) -> tuple[int, int]:
+        """Slots that a request may have, and how many of them are free."""
+        if request.whole_rows and self.whole_row_slots:
+            return self.whole_row_slots, min(self.free_slots, self.free_whole_row_slots)
+        return self.slots, self.free_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +186,8 @@ class RequestView:
 
     `prompt_tokens` and `output_tokens` are what is expected, `sure_prompt_tokens` what the prompt has at least where that is a
     guess (0: it is none), `most_output_tokens` what was asked for. `home` is the engine that answered the session last.
-    A `background` request is one nobody will go on with; one that is not `movable` ends where it began.
+    A `background` request is one nobody will go on with; one that is not `movable` ends where it began; `whole_rows`: its tokens
+    are drawn from whole rows of logits.
     """
 
     model: str
@@ -195,3 +204,4 @@ class RequestView:
     force_engine: int | None = None
     run_mode: RunMode = "auto"
     movable: bool = True
+    whole_rows: bool = False

@@ -257,6 +257,7 @@ class Dispatcher:
             needs=hints.needs,
             run_mode=run_mode(endpoints),
             movable=is_movable(call, session),
+            whole_rows=hints.whole_rows,
         )
         if not session:
             return request, {}, SessionPlace()

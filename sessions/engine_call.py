@@ -15,6 +15,7 @@ from engines.api_schema import ChatRequest, parse_chat_request, parse_json_objec
 from engines.errors import InvalidRequest, ModelNotFound
 from sessions.background import is_background
 from sessions.key_chain import Item, Link, chain_of, pieces_of
+from sessions.whole_rows import needs_whole_rows
 
 if TYPE_CHECKING:
     from sessions.dialects import Dialect
@@ -36,7 +37,8 @@ class BodyHints:
     """What a body says of the conversation it belongs to. `opener` stays the same over all turns of it; `title` is a line.
 
     `chain` names the prompt's beginnings. `most_output_tokens` None: no bound was asked for. `deterministic`: the same request
-    has the same answer. `background`: a program asks for itself, and nobody will go on with it.
+    has the same answer. `background`: a program asks for itself, and nobody will go on with it. `whole_rows`: drawing its tokens
+    takes whole rows of logits.
     """
 
     cache_key: str = ""
@@ -48,6 +50,7 @@ class BodyHints:
     needs: frozenset[str] = frozenset()
     deterministic: bool = False
     background: bool = False
+    whole_rows: bool = False
 
     @property
     def prompt_bytes(self) -> int:
@@ -99,6 +102,7 @@ def chat_hints(request: ChatRequest) -> BodyHints:
         frozenset({"vision"}) if has_images else frozenset(),
         deterministic=request.temperature == 0 and (request.n or 1) == 1,
         background=is_background(system, others[0].text() if others else "", len(others)),
+        whole_rows=needs_whole_rows(lambda name: getattr(request, name, None)),
     )
 
 
@@ -190,6 +194,7 @@ def _streamable(
         frozenset({"vision"}) if _IMAGE_PART in raw else frozenset(),
         deterministic=body.get("temperature") == 0 and body.get("n") in (None, 1),
         background=background,
+        whole_rows=needs_whole_rows(body.get),
     )
     return EngineCall(dialect, raw, model, stream, _flag(body, "resumable"), hints)
 

@@ -69,6 +69,8 @@ def measured(
         drift=beside.drift,
         neighbours=neighbours,
         crowd=beside.crowd,
+        whole_row_slots=rates.whole_row_slots,
+        free_whole_row_slots=rates.free_whole_row_slots,
     )
 
 

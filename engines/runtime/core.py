@@ -22,6 +22,7 @@ from engines.runtime.admission import Admission
 from engines.runtime.drawing import Drawing
 from engines.runtime.errands import ErrandQueue, Work
 from engines.runtime.generation import Generation, Piece
+from engines.runtime.host_moves import HostMoves
 from engines.runtime.landing import Landing
 from engines.runtime.llama import Llama
 from engines.runtime.media_batch import SpanBatch
@@ -34,6 +35,7 @@ from engines.runtime.rates import Rates, StepWork
 from engines.runtime.slots import Slot
 from engines.runtime.speculation import Speculation
 from engines.runtime.state_codec import StateCodec, probe
+from engines.runtime.state_sizes import kept_block_tokens
 from engines.runtime.waiting import WaitingLine
 
 log = logging.getLogger("hydra.engine.core")
@@ -74,7 +76,7 @@ class EngineCore(threading.Thread):
         """Queues all or none. Raises EngineLoading, EngineStopping, or QueueFull when the waiting line is at its bound."""
         with self._wake:
             cache = self._require_ready()
-            self._waiting.put(list(generations), sum(slot.idle for slot in cache.slots))
+            self._waiting.put(list(generations), cache.free_slots)
 
     async def perform(self, work: Work) -> Any:
         """Runs `work` on the core's thread, slice by slice between steps (see errands.py); returns or raises what it does.
@@ -162,6 +164,8 @@ class EngineCore(threading.Thread):
             self._admission.give_up_slot,
         )
         self.codec, self.sharing_refusal = probe(cache, self.llama)
+        block_tokens = kept_block_tokens(self.config, self.codec.layout) if self.codec else 0
+        cache.begin(HostMoves(cache, self.codec, block_tokens, self._errands.put, self.landing))
         self._cache = cache
         self.metrics.watch(self._cache, self._waiting)
         memory.export(self.llama.memory_report, self.metrics.registry)
@@ -275,10 +279,12 @@ class EngineCore(threading.Thread):
         """What a computed row means, after its tokens were noted."""
         slot, generation = row.slot, row.slot.generation
         assert generation is not None
-        if hidden is not None and slot.sequence.draft is not None:
-            slot.sequence.draft.note(len(slot.sequence) - row.count, hidden[row.first : row.last + 1])
-        if len(slot.sequence) in generation.cuts:
-            self.cache.checkpoint(slot)
+        sequence = slot.sequence
+        end = len(sequence.tokens)
+        if hidden is not None and sequence.draft is not None:
+            sequence.draft.note(end - row.count, hidden[row.first : row.last + 1])
+        if end in generation.cuts:
+            slot.waits_at_cut = not self.cache.checkpoint(slot)
         if generation.new_tokens == 0:
             self.metrics.prompt_tokens.inc(row.count)
             if generation.wants_progress:
@@ -335,7 +341,7 @@ class EngineCore(threading.Thread):
                 self._fail(slot, error)
             else:
                 slot.sequence.clear()
-        for checkpoint in self.cache.checkpoints:
+        for checkpoint in (*self.cache.checkpoints, *self.cache.aside):
             checkpoint.sequence.clear()
 
     def _end_all(self, error: EngineError) -> None:

@@ -108,7 +108,7 @@ class Drawing:
 
     def _move_to_whole_rows(self, slot: Slot, generation: Generation) -> None:
         """None of the device's candidates may come next: the generation goes on where whole rows are, its text unbroken."""
-        if not self._config.whole_vocabulary_slots:
+        if not self._config.whole_row_sequences:
             error = ConstraintFailed("The answer's form allows none of the likeliest tokens.")
             error.hint = "Start the engine with whole_vocabulary_slots of at least 1."
             self._fail(slot, error)

@@ -223,4 +223,4 @@ def test_an_engine_is_told_what_its_model_chose(engine: Engine) -> None:
     told = (task.config.chat_template, task.config.speculation, task.config.draft_tokens, task.config.projector_path)
     assert told == ("{{ messages }}", "lookup", 5, "/models/mmproj.gguf")
     model.refresh_from_db()
-    assert model_form(model).draft_tokens == 5
+    assert model_form(engine.variant).draft_tokens == 5

@@ -339,3 +339,14 @@ def test_an_explanation_is_json_with_every_term() -> None:
     lacking = {"mode": "solo", "engine": "e2", "reason": "it lacks what the request needs", "detail": "text"}
     assert values["refusals"] == [lacking]
     assert solo(request(), pool.engines[0], pool).cost_s > 0
+
+
+def test_who_needs_whole_rows_goes_where_slots_for_them_are_free() -> None:
+    busy = engine(1, free_slots=3, request_s=20.0, whole_row_slots=1, free_whole_row_slots=0)
+    free = engine(2, speed=0.8, free_slots=3, request_s=20.0, whole_row_slots=1, free_whole_row_slots=1)
+    pool = PoolView((busy, free))
+    assert route(request(), pool).plan.engine_id == 1  # type: ignore[union-attr]
+    assert route(request(whole_rows=True), pool).plan.engine_id == 2  # type: ignore[union-attr]
+    # One that tells nothing of them has them everywhere.
+    untold = PoolView((replace(busy, whole_row_slots=0), free))
+    assert route(request(whole_rows=True), untold).plan.engine_id == 1  # type: ignore[union-attr]

@@ -111,6 +111,18 @@ def test_an_engine_can_be_edited_except_for_what_its_head_writes(browser: Client
     assert browser.post(change, fields).status_code == 302
     changed = Engine.objects.get()
     assert (changed.slots, changed.context_tokens, changed.state, changed.epoch) == (3, 128, "stopped", 0)
+    wrong = {**fields, "further_settings": '{"batch_token": 64}'}
+    answer = browser.post(change, wrong)
+    assert answer.status_code == 200
+    assert "Batch_token is no setting of an engine; did you mean batch_tokens?" in answer.content.decode()
+    right = {**fields, "further_settings": '{"batch_tokens": 64}', "whole_vocabulary_slots": "2"}
+    assert browser.post(change, right).status_code == 302
+    changed.refresh_from_db()
+    assert (changed.further_settings, changed.whole_vocabulary_slots) == ({"batch_tokens": 64}, 2)
+    emptied = {**fields, "further_settings": "", "initial-further_settings": '{"batch_tokens": 64}'}
+    assert browser.post(change, emptied).status_code == 302
+    changed.refresh_from_db()
+    assert (changed.further_settings, changed.whole_vocabulary_slots) == ({}, None)
 
 
 def test_a_models_template_and_pooling_can_be_edited_and_a_broken_template_is_refused(

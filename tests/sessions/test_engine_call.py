@@ -123,3 +123,30 @@ def test_all_embeddings_of_an_owner_by_one_model_are_one_conversation() -> None:
 )
 def test_nonsense_is_left_to_the_engine(dialect: Dialect, nonsense: dict[str, Any]) -> None:
     assert identity(read(dialect, **nonsense)).key_hash
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [
+        ({"logprobs": True}, True),
+        ({"top_k": 0}, True),
+        ({"top_k": 0, "temperature": 0}, False),
+        ({"top_k": 129}, True),
+        ({"top_k": 128, "presence_penalty": 0.5}, False),
+        ({"logit_bias": {"5": 1}}, True),
+        ({"logit_bias": {"5": -100}}, False),
+        ({"frequency_penalty": -0.5}, True),
+        ({}, False),
+    ],
+)
+def test_whole_rows_are_foreseen(fields: dict[str, Any], needed: bool) -> None:
+    chat = read(dialects.CHAT, messages=[{"role": "user", "content": "a"}], **fields)
+    assert chat.hints.whole_rows is needed
+    assert read(dialects.RESPONSES, input="a", **fields).hints.whole_rows is needed
+
+
+def test_whole_rows_are_foreseen_in_other_shapes() -> None:
+    for fields in ({"logprobs": 0}, {"n_probs": 2}, {"logit_bias": [[5, 2.0]]}):
+        assert read(dialects.COMPLETIONS, prompt="a", **fields).hints.whole_rows
+    for fields in ({"logprobs": None}, {"logprobs": False}, {"top_k": "x"}, {"logit_bias": [[5, False], 7]}):
+        assert not read(dialects.COMPLETIONS, prompt="a", **fields).hints.whole_rows
