@@ -21,7 +21,16 @@ MOST_GROWTH_BYTES = 96 << 20
 # A store keeps what it was given of the conversations; they are the same ones before and after.
 MOST_STORE_GROWTH_BYTES = 16 << 20
 TABLE = FaultTable(
-    "kill -9 under streams", "streams", "whole", "broken", "two owners", "moves", "moved", "leases left", "tmpfs left"
+    "kill -9 under streams",
+    "streams",
+    "whole",
+    "broken",
+    "two owners",
+    "moves",
+    "moved",
+    "live",
+    "leases left",
+    "tmpfs left",
 )
 
 

@@ -6,8 +6,8 @@ import asyncio
 import math
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,8 +23,9 @@ from pools.db import in_db
 from sessions import handoffs
 from sessions.models import ChatSession, Handoff
 from sessions.turn import wait_for_writes
-from tests.engine_process import EngineProcess, free_port
+from tests.engine_process import free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
+from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.site_process import ROOT, Site
 from tests.sessions.stream_readers import Reader
@@ -41,12 +42,20 @@ MOVER = "import sys, asyncio, django; django.setup(); from sessions import hando
 
 @dataclass
 class KillPool:
-    engines: dict[str, EngineProcess]
+    engines: dict[str, PacedEngine]
     store: StoreProcess
     site: Site
     folder: Path
     killed: list[int] = field(default_factory=list)
     head: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def slowed(self) -> Iterator[None]:
+        """No answer of a moment ends meanwhile."""
+        with ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.enter_context(engine.slowed())
+            yield
 
     def restart(self, name: str) -> None:
         engine = self.engines[name]
@@ -78,7 +87,7 @@ async def kill_pool(model: SyntheticModel, folder: Path, servers: Services) -> A
         settings = {"slots": SLOTS, "context_tokens": 2048, "kv_block_tokens": 64, "store_port": store.config.port}
         engines = {}
         for name in ("cpu-0", "cpu-1"):
-            engine = EngineProcess(folder, model.path, rpc_port=free_port(), rpc_secret=SECRET, **settings)
+            engine = PacedEngine(folder, model.path, rpc_port=free_port(), rpc_secret=SECRET, **settings)
             engines[name] = stack.enter_context(engine)
 
         def write() -> None:

@@ -39,7 +39,7 @@ from tests.sessions.stream_readers import Reader
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
-# Of the two that move: long enough that most moves find them at work. One that has ended moves all the same.
+# Of the two that move: long enough that moves find them at work. One that has ended moves all the same.
 MOVED_TOKENS = 700
 # Whoever is no part of the way, or whose work another one does: the move comes to its end all the same.
 MOVES_ALL_THE_SAME = frozenset({"mover", "head", "store"})
@@ -70,10 +70,11 @@ async def round_of(pool: KillPool, victim: str, moment_s: float, count: int, mov
 
     watching = asyncio.create_task(watch())
     async with asyncio.timeout(PATIENCE_S):
-        streams = [asyncio.create_task(reader.run()) for reader in readers]
-        await asyncio.gather(*(reader.begun.wait() for reader in readers[:3]))
-        undisturbed = await handoffs.run((await handoff_of(pool, readers[1]))[0])
-        down = await killed(pool, victim, moment_s, readers[0])
+        with pool.slowed():
+            streams = [asyncio.create_task(reader.run()) for reader in readers]
+            await asyncio.gather(*(reader.begun.wait() for reader in readers[:3]))
+            undisturbed = await handoffs.run((await handoff_of(pool, readers[1]))[0])
+            down = await killed(pool, victim, moment_s, readers[0])
         await asyncio.gather(*streams)
     watching.cancel()
     if down:
@@ -94,6 +95,7 @@ async def round_of(pool: KillPool, victim: str, moment_s: float, count: int, mov
         two_owners=len(twice),
         moves=2,
         moved=has_moved + (undisturbed.state == "committed"),
+        live=sum(move.kind == "live" for move in (undisturbed, last)),
         leases_left=left,
         tmpfs_left=len(abandoned),
     )

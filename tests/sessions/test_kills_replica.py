@@ -77,12 +77,13 @@ async def replica_round(pool: KillPool, sites: list[Site], count: int, moment_s:
     numbers: dict[int, list[bytes]] = {}
     timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        clients = [asyncio.create_task(kept(http, sites[0], number, had)) for number in range(count)]
-        async with asyncio.timeout(PATIENCE_S):
-            while len(had) < 2 * count or min(map(len, had.values())) < 10:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        moving = await moved_meanwhile(pool, had, moment_s)
-        sites[0].process.kill()
+        with pool.slowed():
+            clients = [asyncio.create_task(kept(http, sites[0], number, had)) for number in range(count)]
+            async with asyncio.timeout(PATIENCE_S):
+                while len(had) < 2 * count or min(map(len, had.values())) < 10:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            moving = await moved_meanwhile(pool, had, moment_s)
+            sites[0].process.kill()
         await asyncio.gather(*clients)
         moves = [await one for one in moving]
         for number in range(count):
@@ -103,6 +104,7 @@ async def replica_round(pool: KillPool, sites: list[Site], count: int, moment_s:
         broken=count - whole,
         moves=len(moves),
         moved=moved,
+        live=sum(move.kind == "live" for move in moves),
         leases_left=left,
         tmpfs_left=len(abandoned),
     )
