@@ -14,17 +14,16 @@ import pytest
 from engines.errors import EngineError, RpcRefused
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import HandoffAnswer, HandoffBody
-from tests.engine_process import EngineProcess
 from tests.engines.runtime.handoff_pair import SECRET, Follower, body, engine_of, stayed
+from tests.paced_engine import PacedEngine
 from tests.synthetic_gguf import SyntheticModel
 
 # The site's own test of a split (tests/sessions/test_split.py) is in every run.
 pytestmark = pytest.mark.soak
-Pair = tuple[EngineProcess, EngineProcess]
+Pair = tuple[PacedEngine, PacedEngine]
 # Pieces of prompts that are small enough for a tiny model to be busy for a while.
 SLOW, SLOWER = ({"batch_tokens": count, "micro_batch_tokens": count} for count in (64, 32))
 LONG = "Tell a story about a river that nobody has crossed. " * 60
-# A tiny model writes so fast that a shorter answer would be over before the last of its prompt's state has left.
 COUNT = 400
 
 
@@ -77,10 +76,11 @@ async def handed_over(session: str, engines: Pair, request_id: str) -> HandoffAn
 async def split(
     web: aiohttp.ClientSession, session: str, engines: Pair, request: dict[str, Any]
 ) -> tuple[Follower, HandoffAnswer]:
-    """As a site does it: the request and the move go out at once."""
+    """As a site does it: the request and the move go out at once. No answer is over before its prompt has left."""
     follower = Follower(web, session, request, f"id-{session}")
-    reading = asyncio.ensure_future(follower.read(engines[0], {1: engines[1]}))
-    told = await handed_over(session, engines, f"id-{session}")
+    with engines[0].slowed():
+        reading = asyncio.ensure_future(follower.read(engines[0], {1: engines[1]}))
+        told = await handed_over(session, engines, f"id-{session}")
     await reading
     return follower, told
 
@@ -138,16 +138,17 @@ async def test_an_engine_that_dies_while_the_prompt_is_computed_leaves_the_other
         engines = first, second
         request = body(LONG, 40)
         follower = Follower(web, session, request, "id")
-        reading = asyncio.ensure_future(follower.read(first, {1: second}))
-        moving = asyncio.ensure_future(handed_over(session, engines, "id"))
-        async with asyncio.timeout(30):
-            while not any(  # noqa: ASYNC110
-                slot["state"] != "idle" for slot in await asyncio.to_thread(second.get, "/slots")
-            ):
-                await asyncio.sleep(0.01)
-        engines[lost].process.kill()
-        with pytest.raises(EngineError):
-            await moving
+        with first.slowed():
+            reading = asyncio.ensure_future(follower.read(first, {1: second}))
+            moving = asyncio.ensure_future(handed_over(session, engines, "id"))
+            async with asyncio.timeout(30):
+                while not any(  # noqa: ASYNC110
+                    slot["state"] != "idle" for slot in await asyncio.to_thread(second.get, "/slots")
+                ):
+                    await asyncio.sleep(0.01)
+            engines[lost].process.kill()
+            with pytest.raises(EngineError):
+                await moving
         if lost == 1:
             await reading
             assert (follower.moves, follower.finish_reasons) == ([], ["length"])
