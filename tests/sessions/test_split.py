@@ -84,7 +84,9 @@ async def settled() -> Turn:
 async def test_a_request_is_shared_by_two_engines_and_answers_as_one_alone_would(start: Any) -> None:
     pool = await start("llama", layers=12)
     talk = Conversation(LocalClient(), {"X-Session-Id": "shared", **SPLIT})
-    headers, usage = await talk.say("Tell of the river.", max_tokens=600)
+    # An answer that is over before the prompt's state has left would not be shared.
+    with pool.slowed():
+        headers, usage = await talk.say("Tell of the river.", max_tokens=600)
     assert (headers["X-Hydra-Route"], usage["completion_tokens"]) == ("pd", 600)
     prefill, decode = headers["X-Hydra-Prefill-Engine"], headers["X-Hydra-Decode-Engine"]
     assert {prefill, decode} == set(pool.engines)
@@ -139,14 +141,15 @@ async def test_a_client_sees_nothing_of_an_engine_that_dies_while_the_prompt_is_
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     call = CHAT.read(json.dumps({**body, "stream": True}).encode())
     await ask_again()
-    stream = await ask_engine(call, Identity(Owner(), "d" * 64), wishes=Wishes(mode="pd"))
-    assert stream.split is not None
-    engines = {"prefill": stream.split.prefill.name, "decode": stream.split.decode.name}
-    target = pool.engines[engines["decode"]]
-    async with asyncio.timeout(PATIENCE_S):
-        while all(slot["state"] == "idle" for slot in await asyncio.to_thread(target.get, "/slots")):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    pool.engines[engines[lost]].process.kill()
+    with pool.slowed():
+        stream = await ask_engine(call, Identity(Owner(), "d" * 64), wishes=Wishes(mode="pd"))
+        assert stream.split is not None
+        engines = {"prefill": stream.split.prefill.name, "decode": stream.split.decode.name}
+        target = pool.engines[engines["decode"]]
+        async with asyncio.timeout(PATIENCE_S):
+            while all(slot["state"] == "idle" for slot in await asyncio.to_thread(target.get, "/slots")):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        pool.engines[engines[lost]].process.kill()
     chunks = [chunk async for chunk in stream]
     await stream.aclose()
     left = next(name for name in pool.engines if name != engines[lost])
@@ -186,10 +189,9 @@ async def test_what_cannot_be_shared_is_refused_to_who_insists_and_else_not_look
 
 @pytest.mark.soak
 async def test_quants_of_a_family_share_a_request_once_their_loss_is_known(start: Any) -> None:
-    await start("llama", layers=4, family="tiny-quants")
+    pool = await start("llama", layers=4, family="tiny-quants")
     await in_db(lambda: Model.objects.update(shares_kv_family=True))
     dispatcher().ready.forget()
-    talk = Conversation(LocalClient(), {"X-Session-Id": "mixed"})
     with pytest.raises(AssertionError, match="was never measured"):
         await Conversation(LocalClient(), {"X-Session-Id": "early", **SPLIT}).say("Tell of the river.")
     pairs = await in_db(kv_losses.due)
@@ -205,7 +207,8 @@ async def test_quants_of_a_family_share_a_request_once_their_loss_is_known(start
     assert {view.kl_mean is not None for view in await in_db(kv_losses.views)} == {True}
     dispatcher().kv_losses = KvLosses()
     talk = Conversation(LocalClient(), {"X-Session-Id": "mixed", **SPLIT})
-    headers, _ = await talk.say("Tell of the river.", max_tokens=600)
+    with pool.slowed():
+        headers, _ = await talk.say("Tell of the river.", max_tokens=600)
     assert headers["X-Hydra-Route"] == "pd"
     first = next(pair for pair in pairs if pair.prefill.name == headers["X-Hydra-Prefill-Engine"])
     loss = (await in_db(kv_losses.among, [first.prefill.variant_id, first.decode.variant_id]))[
