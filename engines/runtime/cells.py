@@ -92,6 +92,8 @@ class Sequence:
         self.origin: Origin = NOBODY
         # What a draft head holds of it; follows every change.
         self.draft: DraftRows | None = None
+        # Another one once something was dropped of it: what was appended since then stands as it was computed.
+        self.life = 0
         self._cells = array("i")
         self._ledger = ledger
 
@@ -151,10 +153,12 @@ class Sequence:
                 self.spans = self.spans.first(length)
             if self.draft is not None:
                 self.draft.cut(length)
+            self.life += 1
         else:
             self.clear()
 
     def clear(self) -> None:
+        self.life += 1
         self.llama.clear(self.index)
         self._ledger.drop(self.cells)
         self.tokens, self._cells, self.spans, self.origin = [], array("i"), NO_SPANS, NOBODY

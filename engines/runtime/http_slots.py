@@ -69,10 +69,10 @@ class SlotEndpoint:
 
     async def _erase(self, slot_id: int) -> dict[str, Any]:
         def erase(cache: PrefixCache) -> Generator[None, None, int]:
-            yield from ()  # one slice; an errand is a generator all the same
             slot = next((slot for slot in cache.slots if slot.index == slot_id), None)
             if slot is None:
                 raise SlotNotFound(f"There is no slot {slot_id}.")
+            yield from cache.moves.settled(slot)
             if not slot.idle:
                 raise SlotBusy(f"Slot {slot_id} is busy.")
             tokens, put_away = len(slot.sequence), cache.host.of_slot(slot_id)

@@ -38,7 +38,7 @@ class EngineMetrics:
         )
         self.wait_steps = Counter(
             "hydra_engine_wait_steps",
-            "Steps that a waiting generation was passed over, by cause (slot, cells, prefix)",
+            "Steps that a waiting generation was passed over, by cause (slot, cells, prefix, leaving)",
             ["cause"],
             registry=self.registry,
         )

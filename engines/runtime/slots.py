@@ -21,6 +21,8 @@ class Slot:
         self.used_at = 0.0
         # "export" or "restore" while its state leaves or enters; no generation begins meanwhile.
         self.transfer = ""
+        # It stands at a cut, whose checkpoint has no place yet; nothing of it is computed until then.
+        self.waits_at_cut = False
         # Cells that a restore has been promised and not filled yet.
         self.awaited_cells = 0
 
@@ -58,7 +60,7 @@ class Slot:
 
     def release(self) -> None:
         """Ends the generation's stay; its tokens remain for reuse, but for the beginning of a span."""
-        self.generation = None
+        self.generation, self.waits_at_cut = None, False
         if self.sequence.spans:
             self.sequence.drop_part_of_span()
         self.used_at = time.monotonic()

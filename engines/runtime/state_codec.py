@@ -145,7 +145,7 @@ class StateCodec:
         """`import_block` for a block that passed `layout.check_block` and has not changed since, nor does until it is there."""
         if len(sequence.cells) != start:
             raise StateError(f"A block of position {start} cannot follow {len(sequence.cells)} positions.")
-        if not self._cache.make_room(count):
+        if not self._cache.make_room(count, at_once=True):
             raise NoCellsFree(f"The cache has {self._cache.ledger.free} free cells; {count} are needed.")
         # An empty sequence has nothing that reading would take away, so its first block need not pass through another one.
         through_scratch = start > 0 and not self.ranges

@@ -30,6 +30,10 @@ def forget_moved(cache: PrefixCache, tokens: list[int], origin: Origin) -> None:
     for checkpoint in cache.checkpoints:
         if not checkpoint.leaving and goes(checkpoint.sequence.tokens, checkpoint.sequence.origin):
             checkpoint.sequence.clear()
+    for place in cache.aside:
+        # Then it does not get to host memory.
+        if goes(place.sequence.tokens, place.sequence.origin):
+            place.sequence.clear()
     for entry in cache.host:
         if goes(entry.tokens, entry.origin):
             cache.host.forget(entry)

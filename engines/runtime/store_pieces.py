@@ -6,7 +6,7 @@ holds these tokens will do. A prefix that nobody holds any more ends the save (P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -177,7 +177,7 @@ class ContextPieces:
 
 
 class EntryPieces:
-    """Out of a whole state in host memory, on a thread: the core has no part in it."""
+    """Out of a state in host memory, on a thread: the core has no part in it."""
 
     def __init__(self, terms: SharingTerms, entry: HostEntry) -> None:
         self._terms = terms
@@ -187,26 +187,38 @@ class EntryPieces:
     async def rest(self) -> tuple[StatePiece, ...]:
         if not self._terms.layout.has_part:
             return ()
-        whole = await self._read()
-        part: Bytes = await self._terms.dock.in_thread(whole.part)
+        part: Bytes = await self._terms.dock.in_thread(self._part)
         return (StatePiece("part", 0, len(self._entry.tokens), part.nbytes),)
 
     async def fill(self, piece: StatePiece, writing: Writing) -> None:
-        whole = await self._read()
-        await self._terms.dock.in_thread(self._write, whole, piece, writing)
+        await self._terms.dock.in_thread(self._write, piece, writing)
 
-    async def _read(self) -> WholeState:
+    def _part(self) -> Bytes:
+        part = self._entry.state.part
+        if part is None:
+            return self._read().part()
+        self._terms.layout.check_part(part, len(self._entry.tokens))
+        return part
+
+    def _block(self, start: int, count: int) -> Bytes:
+        entry, layout = self._entry, self._terms.layout
+        if entry.state.whole is not None:
+            return self._read().block(start, count)
+        return entry.state.block(layout, entry.tokens, start, count)
+
+    def _read(self) -> WholeState:
+        """The one array of a state that was not cut."""
         if self._whole is None:
-            entry = self._entry
-            checked: Callable[..., WholeState] = WholeState.checked
-            self._whole = await self._terms.dock.in_thread(checked, self._terms.layout, entry.tokens, entry.state)
+            whole = self._entry.state.whole
+            assert whole is not None
+            self._whole = WholeState.checked(self._terms.layout, self._entry.tokens, whole)
         return self._whole
 
-    def _write(self, whole: WholeState, piece: StatePiece, writing: Writing) -> None:
-        layout = self._terms.layout
-        made = whole.block(piece.start, piece.tokens) if piece.kind == "block" else whole.part()
-        layout.forget_sequence(made, partial=piece.kind != "block")
-        _copy(writing, np.frombuffer(writing.view, dtype=np.uint8), made)
+    def _write(self, piece: StatePiece, writing: Writing) -> None:
+        made = self._block(piece.start, piece.tokens) if piece.kind == "block" else self._part()
+        room = np.frombuffer(writing.view, dtype=np.uint8)
+        _copy(writing, room, made)
+        self._terms.layout.forget_sequence(room, partial=piece.kind != "block")
 
 
 def _copy(writing: Writing, room: Bytes, made: Bytes) -> None:

@@ -102,7 +102,7 @@ async def test_what_moved_is_forgotten_and_what_others_share_is_not(tiny_model: 
         core,
         _,
     ):
-        prompts = {"s": prompt_of(model, 120), "other": [*prompt_of(model, 120)[:80], *prompt_of(model, 60, 9)]}
+        prompts = {"s": prompt_of(model, 220), "other": [*prompt_of(model, 220)[:80], *prompt_of(model, 160, 9)]}
         for name, prompt in prompts.items():
             fields = {"tenant": TENANT, "session": name, "system_cut": 80, "cuts": [80, 110]}
             assert (await run(core, prompt, 8, **fields)).new_tokens == 8
