@@ -6,7 +6,6 @@ import asyncio
 import logging
 
 from engines import services as engines
-from engines.client import close_client_session
 from engines.errors import EngineError, NoEngineReady
 from pools.db import in_db
 from sessions import kv_losses, kv_probe, snapshots
@@ -35,7 +34,6 @@ async def measure(pair: Pair) -> Measured | None:
         return None
     finally:
         await in_db(snapshots.forget_on_commit, sessions)
-        await close_client_session()
     await in_db(kv_losses.record, pair, found)
     logger.info(
         "KV of %s read by %s: KL %.5f nats in the mean, at most %.5f, %d of %d places keep their likeliest token",
