@@ -29,7 +29,8 @@ log = logging.getLogger("hydra.engine.handoff")
 
 # Longer than a target that does not answer any more may still read what was placed for it.
 UNANSWERED_S = 15.0
-# On the shelf behind one exchange: a processor's caches still hold most of it when the target reads it.
+# On the shelf behind one exchange: a processor's caches still hold most of it when the target reads it. A card reads memory, so
+# that there the shelf's room is the only bound: an exchange for each piece of 42 MB took as long as the pieces did.
 PLACED_BYTES = 24 << 20
 
 
@@ -93,6 +94,11 @@ class Way:
     @property
     def name(self) -> str:
         return "shelf" if self.on_shelf else "stream"
+
+    @property
+    def copies_by_card(self) -> bool:
+        """Whether pieces lie in page-locked memory, which cards read and write beside the processors."""
+        return self._terms.dock.arena.pinned
 
     async def alive(self) -> None:
         """Tells the target that there will be more."""
@@ -269,6 +275,8 @@ class _Placing:
 
     def _is_enough(self, placed_bytes: int) -> bool:
         """Unless an exchange more would bring hardly anything."""
+        if self._way.copies_by_card:
+            return False
         return placed_bytes >= PLACED_BYTES and self.left * self._largest_bytes > PLACED_BYTES
 
     async def _next(self) -> ExportedPiece:

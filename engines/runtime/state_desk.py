@@ -377,7 +377,8 @@ class StateDesk:
     def _make_arena(self) -> Arena:
         codec = self._codec()
         block_bytes = codec.capacity_bytes(moved_block_tokens(self._config, codec.layout))
-        blocks = LEAST_QUEUED_PIECES + 1 if codec.queues else 4
+        # By a card as many lie on a shelf, for a target to read, as are under way out of it.
+        blocks = 2 * LEAST_QUEUED_PIECES if codec.queues else 4
         size_bytes = max(self._least_arena_bytes, blocks * block_bytes) + self._largest_part_bytes(codec.layout)
         device = max(self._config.main_gpu, 0) if self._config.gpu_layers else None
         try:
