@@ -83,6 +83,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--contexts", default="1024,4096,16384", help="tokens of the conversations")
     command.add_argument("--rounds", type=int, default=3, help="conversations of each length")
     command.add_argument("--repeats", type=int, default=5, help="idle moves of each conversation; their median counts")
+    command.add_argument("--cards", help="card of each engine, as 0,1: across two cards of this host")
     command.add_argument("--neighbours", type=int, default=0, help="short streams that each engine writes meanwhile")
     command.add_argument("--budget-s", type=float, default=0.0, help="begin nothing after so many seconds; 0: no bound")
     command.add_argument("--out", type=Path, help="file for all figures, as JSON")
@@ -104,6 +105,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise BenchError("the time was up before anything was measured")
     _show(moves)
     return summary(moves)
+
+
+def _on_cards(cards: str | None) -> list[dict[str, Any]]:
+    """Settings of the two engines. Raises BenchError."""
+    if not cards:
+        return [{}, {}]
+    numbers = cards.split(",")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise BenchError(f"{cards} are not the numbers of two cards; say --cards 0,1")
+    return [{"split_mode": "none", "main_gpu": int(number)} for number in numbers]
 
 
 def summary(moves: list[Move]) -> dict[str, Any]:
@@ -144,9 +155,9 @@ class _Bench:
                 cells,
                 threads,
                 options.gpu_layers,
-                engine={"checkpoints": 0} | dict(options.set) | _rpc_settings(port),
+                engine={"checkpoints": 0} | dict(options.set) | on_card | _rpc_settings(port),
             )
-            for port in self._ports
+            for port, on_card in zip(self._ports, _on_cards(options.cards), strict=True)
         ]
         self._fence = 0
 
