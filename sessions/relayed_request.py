@@ -14,7 +14,14 @@ import aiohttp
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
-from engines.errors import DeadlineExceeded, EngineError, EngineUnreachable, GenerationMoved, HandoffUnknown
+from engines.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnreachable,
+    GenerationMoved,
+    HandoffUnknown,
+)
 from engines.services import EngineEndpoint
 from sessions.dispatch import Dispatched, Dispatcher, Wishes
 from sessions.engine_call import EngineCall
@@ -249,12 +256,17 @@ class RelayedRequest:
 
     async def choose_another(self, refusal: EngineError, failed: list[EngineEndpoint]) -> bool:
         """Whether there is another engine for it; then `sent` names that."""
+        refusing = failed[-1]
         try:
+            if refusal.code == ContextLengthExceeded.code:
+                # Nor do those take it whose context is no longer.
+                serving = await dispatcher().ready.of(self.call.model)
+                failed += [one for one in serving if one.context_tokens <= refusing.context_tokens]
             self.sent = await dispatcher().choose(self.call, self.identity, self.wishes, failed)
         except EngineError as nobody:
             logger.info("nobody else serves this: %s", nobody)
             return False
-        logger.info("engine %s cannot take the request (%s), trying another", failed[-1].name, refusal.code)
+        logger.info("engine %s cannot take the request (%s), trying another", refusing.name, refusal.code)
         return True
 
 
@@ -308,8 +320,9 @@ async def send(request: RelayedRequest) -> aiohttp.ClientResponse:
             request.leave()
             raise
         failed.append(engine)
-        may_go_on = tries_left and refusal.http_status in TRY_ANOTHER
-        if may_go_on and refusal.http_status != 429:
+        is_too_long = refusal.code == ContextLengthExceeded.code
+        may_go_on = tries_left and (is_too_long or refusal.http_status in TRY_ANOTHER)
+        if may_go_on and not is_too_long and refusal.http_status != 429:
             # What was known of the pool is too old to go by.
             dispatcher().lost(engine)
         request.step_back()

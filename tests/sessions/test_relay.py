@@ -175,6 +175,26 @@ async def test_a_full_engine_passes_the_request_to_another(pool: Any, status: in
         await stream.aclose()
 
 
+async def test_a_prompt_that_is_too_long_for_one_engine_goes_to_one_with_a_longer_context(pool: Any) -> None:
+    """How long it is, the site only guesses."""
+    asked = []
+
+    async def short(asking: web.Request) -> web.StreamResponse:
+        asked.append(asking.path)
+        return await refusing(400, "context_length_exceeded")(asking)
+
+    answering = streaming(OPENING, ENDING)
+    async with loopback_engine(short) as a, loopback_engine(short) as b, loopback_engine(answering) as c:
+        await pool(a, b, c)
+        await in_db(lambda: Engine.objects.filter(name="cpu-2").update(context_tokens=4096))
+        stream = await ask_engine(request(stream=True), ME)
+        assert stream.engine.name == "cpu-2"
+        await stream.aclose()
+    # Nor is one asked whose context is no longer.
+    assert len(asked) <= 1
+    assert await in_db(lambda: set(Engine.objects.values_list("state", flat=True))) == {"ready"}
+
+
 async def test_an_engine_that_was_restarted_elsewhere_is_found_there_at_once(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,24 @@ async def test_a_typed_stream_that_moves_twice_goes_on_with_its_numbers(
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
+async def test_a_typed_stream_that_leaves_with_its_prompt_goes_on_with_its_numbers(
+    pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
+) -> None:
+    home, away = pair(architecture)
+    path = "/v1/responses"
+    request = {**TYPED, "input": "Stones lie in the river, and nobody counts them all. " * 60}
+    moving = Follower(web, session, request, "alone", path)
+    with home.slowed():
+        leaving = asyncio.ensure_future(asked_to_move(session, home, away, 1, "alone"))
+        await moving.read(home, {1: away})
+        assert (await leaving).kind == "live"
+    assert moving.moves == [name_of(session, 1)]
+    alone = await stayed(web, home, {**request, "cache_prompt": False}, path)
+    assert [unclocked(event) for event in events_of(moving)] == [unclocked(event) for event in events_of(alone)]
+
+
+@pytest.mark.soak
 async def test_a_typed_answer_in_one_piece_moves(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
