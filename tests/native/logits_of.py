@@ -8,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.config import EngineConfig
-from engines.runtime.llama import Batch, Llama
-
-SEQUENCES = 8
+from engines.runtime.llama import Batch
+from tests.native.small_engine import BATCH_TOKENS, SEQUENCES, small_llama
 
 
 def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -36,23 +34,12 @@ def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
 
 def logits(model: Path) -> np.ndarray:
     """One row for each sequence of each step, shape (rows, vocabulary)."""
-    config = EngineConfig(
-        model_path=str(model),
-        model_name="m",
-        slots=SEQUENCES,
-        context_tokens=1024,
-        threads=1,
-        batch_tokens=512,
-        micro_batch_tokens=256,
-        sampling="host",
-        speculation="none",
-    )
-    llama = Llama(config, 1, lambda share: None)
+    llama = small_llama(model)
     random = np.random.default_rng(7)
     done = dict.fromkeys(range(SEQUENCES), 0)
     rows: list[np.ndarray] = []
     for kind, parts in steps():
-        batch = Batch(512)
+        batch = Batch(BATCH_TOKENS)
         for seq, count in parts:
             if kind == "clear":
                 llama.clear(seq)

@@ -19,10 +19,11 @@ import numpy as np
 from engines.config import EngineConfig
 from engines.runtime import llama as llama_module
 from engines.runtime.context_params import ContextParams
-from engines.runtime.llama import Batch, Llama
+from engines.runtime.llama import Batch
 from engines.runtime.state_layout import Bytes
+from tests.native.small_engine import BATCH_TOKENS, SEQUENCES, small_llama
 
-EMPTY, SCRATCH, TARGET, SLOTS = 5, 6, 7, 8
+EMPTY, SCRATCH, TARGET = 5, 6, 7
 STEP = 200
 CUTS = (0, 1, 8, 71, 135, 391)
 
@@ -39,25 +40,13 @@ class Cache:
     """A context in which sequences come, go and share cells."""
 
     def __init__(self, model: Path, *, windowed: bool) -> None:
-        config = EngineConfig(
-            model_path=str(model),
-            model_name="m",
-            slots=SLOTS,
-            context_tokens=1024,
-            threads=1,
-            batch_tokens=512,
-            micro_batch_tokens=256,
-            sampling="host",
-            speculation="none",
-            full_window=not windowed,
-        )
-        self.llama = Llama(config, 1, lambda share: None)
+        self.llama = small_llama(model, full_window=not windowed)
         self._random = np.random.default_rng(7)
-        self.held = dict.fromkeys(range(SLOTS), 0)
+        self.held = dict.fromkeys(range(SEQUENCES), 0)
 
     def feed(self, *parts: tuple[int, int]) -> np.ndarray:
         """Logits of the last row, after `count` more tokens of each sequence."""
-        batch = Batch(512)
+        batch = Batch(BATCH_TOKENS)
         for seq, count in parts:
             tokens = self._random.integers(1, self.llama.vocabulary.size - 1, count)
             batch.add(seq, self.held[seq], [int(token) for token in tokens], outputs=1)

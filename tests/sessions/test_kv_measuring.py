@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engines import services as engines
+from engines.client import close_client_session
 from engines.models import Engine
 from pools.db import in_db
 from sessions import kv_losses, kv_measuring
@@ -35,7 +36,10 @@ async def test_a_pair_is_given_up_before_somebody_else_measures_it_too(
         return pair
 
     async with mute_peer() as port:
-        assert await kv_measuring.measure(await in_db(claimed, port)) is None
+        try:
+            assert await kv_measuring.measure(await in_db(claimed, port)) is None
+        finally:
+            await close_client_session()
     (seen,) = await in_db(kv_losses.views)
     assert isinstance(seen, KvLossView)
     assert (seen.kl_mean, seen.problem) == (None, "it was not measured within 0.3 s")
