@@ -3,7 +3,7 @@
 llama.cpp has such kernels for most types of weights; of this one it multiplies each row with each token anew, most of whose work
 is to read and unpack the row. Here tiles of four rows and up to four tokens keep their sums in registers. Each sum is made of the
 same steps in the same order, so results are the same to the bit. What comes next of the weights is asked for ahead, which is
-what a single token waits for. Processors without AVX2 compute as before.
+what a single token waits for. Processors without AVX2, FMA and F16C compute as before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _KERNELS = "ggml/src/ggml-cpu/arch/x86/quants.c"
 _HEADER = "ggml/src/ggml-cpu/quants.h"
 _PRODUCT = "ggml/src/ggml-cpu/ggml-cpu.c"
 
-_TILE = """#if defined(__AVX2__)
+_TILE = """#ifdef GGML_Q4_1_TILES
 // Four rows of weights times `cols` columns. Each product is summed as ggml_vec_dot_q4_1_q8_1 sums it; what is unpacked of a row
 // serves all columns, and what is read of a column all rows.
 static inline __attribute__((always_inline)) void q4_1_q8_1_tile(
@@ -106,7 +106,7 @@ _ONE_CHUNK = """static void ggml_compute_forward_mul_mat_one_chunk(
     const enum ggml_type type,
 """
 
-_ONE_CHUNK_BY_TILES = """#if defined(__AVX2__)
+_ONE_CHUNK_BY_TILES = """#ifdef GGML_Q4_1_TILES
 // The part of a product in which all columns meet the same rows, `wdata` the quantized columns one behind the other.
 static void ggml_compute_forward_mul_mat_tiles_q4_1(
     struct ggml_tensor * dst,
@@ -189,7 +189,8 @@ QUANT_TILES = (
     Change(
         _HEADER,
         "void ggml_vec_dot_q4_1_q8_1(int n,",
-        """#if defined(__AVX2__)
+        """#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define GGML_Q4_1_TILES
 // `rows` rows of weights, `bx` bytes apart, times 1 to 4 columns; s[c] takes the products of column c. All four of `s` are given.
 void ggml_mul_tile_q4_1_q8_1(int n, float * const * s, const void * vx, size_t bx, int rows, const void * const * vy, int cols);
 #endif
@@ -203,7 +204,7 @@ void ggml_vec_dot_q4_1_q8_1(int n,""",
     const int64_t blck_1 = 16;
 
     const size_t src1_col_stride =""",
-        """#if defined(__AVX2__)
+        """#ifdef GGML_Q4_1_TILES
     if (type == GGML_TYPE_Q4_1 && ne02 == 1 && ne03 == 1 && src1->type != vec_dot_type && ir1_end - ir1_start > 1) {
         ggml_compute_forward_mul_mat_tiles_q4_1(dst, wdata, row_size, ir0_start, ir0_end, ir1_start, ir1_end);
         return;
