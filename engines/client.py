@@ -7,7 +7,10 @@ Knows nothing of Django and keeps no state about engines.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import aiohttp
@@ -17,6 +20,8 @@ from engines.errors import EngineUnreachable
 from engines.rates_view import EngineRates
 
 CONNECT_TIMEOUT_S = 2.0
+# Of an engine that was seen to take connections: this process is busy with others' requests, and connects when it comes to it.
+SEEN_CONNECT_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 2.0
 # The engine pings every 10 s of silence, so three missed pings mean that it is gone.
 READ_SILENCE_S = 45.0
@@ -49,6 +54,34 @@ async def close_client_session() -> None:
         await session.close()
 
 
+async def _connected(
+    method: str, url: str, *, timeout: aiohttp.ClientTimeout, **options: Any
+) -> aiohttp.ClientResponse:
+    """Raises as a session's request does.
+
+    The time to connect also runs while the event loop is held up by others' requests, as in a crowd. So a thread looks whether
+    the engine takes connections before it counts as gone; nothing has been sent by then.
+    """
+    try:
+        return await client_session().request(method, url, timeout=timeout, **options)
+    except aiohttp.ConnectionTimeoutError:
+        if not await asyncio.to_thread(_takes_connections, url):
+            raise
+    patient = aiohttp.ClientTimeout(
+        total=timeout.total, sock_connect=SEEN_CONNECT_TIMEOUT_S, sock_read=timeout.sock_read
+    )
+    return await client_session().request(method, url, timeout=patient, **options)
+
+
+def _takes_connections(url: str) -> bool:
+    place = urlsplit(url)
+    try:
+        socket.create_connection((place.hostname or "", place.port or 0), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 class EngineClient:
     """Calls one engine, with its secret if it has one; answers of any status are returned.
 
@@ -78,9 +111,7 @@ class EngineClient:
             sent["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=silence_s)
         try:
-            return await client_session().request(
-                method, self.base_url + path, data=body or None, headers=sent, timeout=timeout
-            )
+            return await _connected(method, self.base_url + path, data=body or None, headers=sent, timeout=timeout)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
 
@@ -108,7 +139,7 @@ class EngineClient:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         url, headers, body = f"{self.base_url}/sessions/{act}", self._authorization, {"session": session}
         try:
-            async with client_session().post(url, json=body, timeout=timeout, headers=headers) as response:
+            async with await _connected("POST", url, json=body, timeout=timeout, headers=headers) as response:
                 values = await response.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise EngineUnreachable(f"The engine did not answer: {error or type(error).__name__}") from error
