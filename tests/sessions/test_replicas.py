@@ -323,6 +323,7 @@ async def test_a_crowd_over_two_replicas_loses_nothing(replicas: Replicas) -> No
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 async def test_a_crowd_of_two_hundred_over_two_replicas_loses_nothing_and_takes_no_more_memory(
     replicas: Replicas,
 ) -> None:

@@ -153,7 +153,7 @@ def examine(folder: Path, action: str) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("samples", [10, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("samples", [10, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_kill_at_any_line_costs_nothing_that_was_published(memory: Path, action: str, samples: int) -> None:
     build(memory / "before")
