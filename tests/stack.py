@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from tests.engine_process import free_port
 from tests.hydra_process import HydraProcess
 
 ADMIN_PASSWORD = "a password of the tests"
+TMPFS = Path("/dev/shm")
 
 
 class Stack(HydraProcess):
@@ -55,13 +57,19 @@ class Stack(HydraProcess):
             ),
         }
 
+    def shared_memory(self) -> set[str]:
+        """What its processes have mapped of tmpfs, by the names under /dev/shm; others of the machine come and go there."""
+        found = set()
+        for process in self.processes():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    _, mark, name = line.partition(f"{TMPFS}/")
+                    found |= {name.split("/")[0].removesuffix(" (deleted)")} if mark else set()
+        return found
+
     def engine_port(self) -> int:
         (config,) = self.home.glob("engines/*/config.json")
         return int(json.loads(config.read_text())["port"])
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def modes_above(path: Path) -> dict[str, int]:
