@@ -89,33 +89,36 @@ class Admission:
         if not len(self._waiting):
             return
         turns = Turns(slot.generation for slot in self._cache.slots if slot.generation)
-        around, promised = self._around(), self._cache.promised_cells()
+        around, promised, open_kinds = self._around(), self._cache.promised_cells(), self._open_kinds()
         for generation in self._waiting.in_order(turns):
             raw_logits = self.wants_raw_logits(generation)
-            may_run = self._cache.free_slots > 0
-            if not may_run or not any(slot.idle and slot.has_raw_logits == raw_logits for slot in self._cache.slots):
+            if raw_logits not in open_kinds:
                 self._metrics.wait_steps.labels("slot").inc()
                 continue
             look = looks.get(generation)
             if look is None or not look.holds(around):
                 look = self._look(generation, around)
+            if look.source is None:
+                self._looks[generation] = look
             if promised + look.needed > self._config.cells:
                 # Nobody overtakes here, or a long prompt would never find the cache empty enough.
                 self._metrics.wait_steps.labels("cells").inc()
-                self._looks |= looks
                 return
             if look.source is None:
-                self._looks[generation] = look
                 self._metrics.wait_steps.labels("prefix").inc()
                 continue
             slot = self._cache.best_slot(look.source, raw_logits=raw_logits, session=generation.session)
             if slot is not None:
                 self._begin(generation, slot, look.source, turns)
-                promised = self._cache.promised_cells()
+                promised, open_kinds = self._cache.promised_cells(), self._open_kinds()
+
+    def _open_kinds(self) -> set[bool]:
+        """Of which kinds of slots, with raw logits or without, there is one that may begin a generation."""
+        return {slot.has_raw_logits for slot in self._cache.slots if slot.idle} if self._cache.free_slots else set()
 
     def _around(self) -> object:
-        """Differs from an earlier one when somebody began, ended, wrote a first token, or brought or took a prefix away: all but how
-        far prompts are computed."""
+        """Differs from an earlier one when somebody began, ended or wrote a first token, or a prefix came or went: all that
+        counts but how far prompts are computed."""
         cache = self._cache
         slots = tuple((slot.generation, slot.decoding, slot.transfer) for slot in cache.slots)
         checkpoints = tuple(len(checkpoint.sequence) for checkpoint in cache.checkpoints)
