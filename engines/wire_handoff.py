@@ -12,7 +12,7 @@ from engines import api_constraint
 
 # How a move's exchanges and manifest are written. Engines that say nothing of it are of form 1; form 2 has no windows as
 # checkpoints.
-FORM = 3
+FORM = 4
 # In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits).
 PLACE = struct.Struct("<Q16s")
 # An exchange brings at most so many; places that are none fill one up that ends before it has as many as were announced.

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from engines.errors import (
     EngineError,
@@ -246,6 +247,7 @@ class ArrivingHandoffs:
             manifest = Manifest.from_json(raw, known)
         else:
             manifest = await asyncio.to_thread(Manifest.from_json, raw, known)
+        manifest = replace(manifest, pieces=(*taken.known_pieces, *manifest.pieces))
         running = manifest.generation
         if entry.body.idle != (running is None) or (
             running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)

@@ -310,8 +310,10 @@ def _offset(exported: ExportedPiece) -> int:
 
 
 def _headed(manifest: Manifest, known_tokens: int, ids: NDArray[np.int32] | None = None) -> bytes:
-    """The manifest without its tokens, then those that the target does not know: many numbers, read much faster so."""
-    raw = replace(manifest, tokens=()).to_json()
+    """The manifest without its tokens and without the blocks of those that the target knows; then the tokens that it does not:
+    many numbers, read much faster so."""
+    told = tuple(piece for piece in manifest.pieces if piece.kind != "block" or piece.end > known_tokens)
+    raw = replace(manifest, tokens=(), pieces=told).to_json()
     unknown = manifest.tokens[known_tokens:] if ids is None else ids[known_tokens:]
-    told = np.asarray(unknown, dtype="<i4").tobytes()
-    return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(told)) + told
+    numbers = np.asarray(unknown, dtype="<i4").tobytes()
+    return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(numbers)) + numbers

@@ -27,7 +27,7 @@ from engines.runtime.prefix_marks import longest_marked
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_cuts import ComingCuts
 from engines.runtime.state_dock import to_its_end
-from engines.runtime.state_order import require_order
+from engines.runtime.state_order import MAX_BLOCK_TOKENS, require_blocks, require_order
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Arrival, Delivery, arrive
@@ -48,6 +48,9 @@ class Adopting:
         self._core, self._terms, self._arrival = core, terms, arrival
         self._lane = terms.dock.lane(paired=True)
         self._pieces: list[StatePiece] = []
+        # What `_arrival.tokens` holds before the manifest, as arrays: of a long conversation making them takes a while.
+        self._ids = [np.array(arrival.tokens, dtype=np.int32)]
+        self._held = _held_blocks(self.held_tokens, terms)
         # Checkpoints that come before the manifest.
         self._cuts = ComingCuts()
         self._held_pieces = 0
@@ -100,10 +103,25 @@ class Adopting:
 
     async def begin(self, delivery: Delivery, tokens: Sequence[int] = ()) -> None:
         """Returns while the piece is on its way in; most of those before it have entered then, and raise as a restore does.
-        `tokens` are those of a block that comes before the manifest."""
-        self._arrival.tokens += tokens
+        `tokens` are those of a block that comes before the manifest. Raises StateInvalid for one that cannot stand there."""
+        if tokens:
+            try:
+                self._take_tokens(delivery.piece, tokens)
+            except BaseException:
+                delivery.free()
+                raise
         self.enters(delivery)
         await self._entered(UNENTERED)
+
+    def _take_tokens(self, piece: StatePiece, tokens: Sequence[int]) -> None:
+        begin = len(self._arrival.tokens)
+        require_blocks((piece,), begin, begin + len(tokens), self._terms.layout)
+        try:
+            ids = np.array(tokens, dtype=np.int32)
+        except OverflowError:
+            raise StateInvalid("The state has tokens beyond all vocabularies.") from None
+        self._ids.append(ids)
+        self._arrival.tokens += tokens
 
     async def begin_cut(self, delivery: Delivery) -> None:
         """As `begin`, of a checkpoint that comes before the manifest. Raises StateInvalid for one that cannot."""
@@ -158,6 +176,11 @@ class Adopting:
             await to_its_end(self._entering.popleft())
             self.entered += 1
 
+    @property
+    def known_pieces(self) -> list[StatePiece]:
+        """The blocks of the tokens that are here before the manifest."""
+        return [*self._held, *self._pieces]
+
     async def complete(self, manifest: Manifest, told: NDArray[np.int32] = NO_IDS) -> list[StatePiece]:
         """What the source's stop says; `told`: its last tokens, where they are at hand as an array. Returns the pieces that are
         still to come.
@@ -167,8 +190,7 @@ class Adopting:
         await self.settled()
         Fingerprint.parse(self._terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
         tokens, there = list(manifest.tokens), len(self._arrival.tokens)
-        ids = _ids(manifest, told, self._core.loaded.vocabulary.size)
-        require_order(manifest.pieces, len(tokens), self._terms.layout)
+        ids = _ids(manifest, self._ids, told, self._core.loaded.vocabulary.size)
         held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
         others = [piece for piece in manifest.pieces[len(held) :] if piece not in self._cuts.pieces]
         if tokens[:there] != self._arrival.tokens or others[: len(self._pieces)] != self._pieces:
@@ -177,6 +199,8 @@ class Adopting:
             raise StateInvalid("Checkpoints came in that are not the state's.")
         if (held[-1].end if held else 0) != self.held_tokens:
             raise StateInvalid("The state's blocks do not end where what is held here does.")
+        # What came before was looked at when it came.
+        require_order(manifest.pieces[len(held) + len(self._pieces) :], len(tokens), self._terms.layout, begin=there)
         self._held_pieces = len(held)
 
         def promise(_cache: PrefixCache) -> None:
@@ -295,14 +319,27 @@ async def adopting(
     return Adopting(core, terms, await terms.dock.take(work, give_back))
 
 
-def _ids(manifest: Manifest, told: NDArray[np.int32], vocabulary_size: int) -> NDArray[np.int32]:
-    """The tokens that have state, of which the last ones are at hand as an array. Raises StateInvalid for none, or some beyond
-    the vocabulary."""
-    try:
-        before = np.frombuffer(array("i", manifest.tokens[: len(manifest.tokens) - len(told)]), dtype=np.int32)
-    except OverflowError:
-        raise StateInvalid("The state has tokens beyond all vocabularies.") from None
-    ids = np.concatenate((before, told)) if len(before) else told
+def _held_blocks(held_tokens: int, terms: SharingTerms) -> list[StatePiece]:
+    """Of what the slot holds before anything comes; in how many blocks it stands nobody asks."""
+    starts = range(0, held_tokens, MAX_BLOCK_TOKENS)
+    ends = [(start, min(start + MAX_BLOCK_TOKENS, held_tokens)) for start in starts]
+    return [StatePiece("block", start, end, terms.layout.block_bytes(end - start)) for start, end in ends]
+
+
+def _ids(
+    manifest: Manifest, known: Sequence[NDArray[np.int32]], told: NDArray[np.int32], vocabulary_size: int
+) -> NDArray[np.int32]:
+    """The tokens that have state, of which the first (`known`) and the last ones may be at hand as arrays. Raises StateInvalid
+    for none, or some beyond the vocabulary."""
+    count = len(manifest.tokens) - len(told)
+    if count == sum(map(len, known)):
+        before = list(known)
+    else:
+        try:
+            before = [np.frombuffer(array("i", manifest.tokens[:count]), dtype=np.int32)]
+        except OverflowError:
+            raise StateInvalid("The state has tokens beyond all vocabularies.") from None
+    ids = np.concatenate((*before, told))
     if (
         not len(ids)
         or ids.min() < 0

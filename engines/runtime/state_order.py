@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engines.errors import StateInvalid
 from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_snapshot import StatePiece
@@ -10,10 +12,10 @@ MAX_BLOCK_TOKENS = 1 << 14
 MAX_CHECKPOINTS = 8
 
 
-def require_order(pieces: tuple[StatePiece, ...], count: int, layout: StateLayout) -> None:
-    """Blocks without a gap, then the last part, then checkpoints by rising cut, each of just the size that it has here; then
-    a draft head's rows without a gap, and hidden rows up to the end. Raises StateInvalid."""
-    order = _Order(count, layout)
+def require_order(pieces: Sequence[StatePiece], count: int, layout: StateLayout, *, begin: int = 0) -> None:
+    """Blocks without a gap from position `begin` on, then the last part, then checkpoints by rising cut, each of just the size
+    that it has here; then a draft head's rows without a gap, and hidden rows up to the end. Raises StateInvalid."""
+    order = _Order(count, layout, begin)
     for piece in pieces:
         if not order.takes(piece):
             raise StateInvalid(
@@ -23,12 +25,19 @@ def require_order(pieces: tuple[StatePiece, ...], count: int, layout: StateLayou
         raise StateInvalid("The state lacks pieces.")
 
 
+def require_blocks(pieces: Sequence[StatePiece], begin: int, end: int, layout: StateLayout) -> None:
+    """Blocks from position `begin` on without a gap, up to `end`, each of just the size that it has here. Raises StateInvalid."""
+    order = _Order(end, layout, begin)
+    if not all(piece.kind == "block" and order.takes(piece) for piece in pieces) or order.at != end:
+        raise StateInvalid(f"The state's blocks of positions {begin} to {end - 1} are not what they have to be.")
+
+
 class _Order:
     """How far one has come."""
 
-    def __init__(self, count: int, layout: StateLayout) -> None:
+    def __init__(self, count: int, layout: StateLayout, begin: int) -> None:
         self._count, self._layout = count, layout
-        self.at = self.parts = 0
+        self.at, self.parts = begin, 0
         self._cut = self._checkpoints = 0
         self._drafted: int | None = None
         self._ended = False
