@@ -36,6 +36,7 @@ def route(request: RequestView, pool: PoolView) -> Routed:
             able.append(engine)
         else:
             refusals.append(refusal)
+    able = _with_room(request, able, refusals)
     alone = {engine.engine_id: solo(request, engine, pool) for engine in able}
     candidates: list[Candidate] = []
     if request.force_mode in (None, "solo"):
@@ -96,6 +97,20 @@ def _refusal(request: RequestView, engine: EngineView) -> Refusal | None:
     if engine.queue_length >= engine.queue_limit + max(0, engine.free_slots):
         return Refusal("solo", engine.name, Reason.QUEUE, f"{engine.queue_length} wait")
     return None
+
+
+def _with_room(request: RequestView, able: list[EngineView], refusals: list[Refusal]) -> list[EngineView]:
+    """Those of `able` whose context holds the longest answer that was asked for, if there are any: elsewhere it would be cut."""
+    if not request.most_output_tokens:
+        return able
+    tokens = (request.sure_prompt_tokens or request.prompt_tokens) + request.most_output_tokens
+    with_room = [engine for engine in able if tokens <= engine.context_tokens]
+    if not with_room:
+        return able
+    for engine in able:
+        if tokens > engine.context_tokens:
+            refusals.append(Refusal("solo", engine.name, Reason.CONTEXT, f"{tokens} of {engine.context_tokens} tokens"))
+    return with_room
 
 
 def _add_combined(request: RequestView, pool: PoolView, candidates: list[Candidate], refusals: list[Refusal]) -> None:

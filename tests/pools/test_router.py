@@ -315,6 +315,25 @@ def test_an_operator_may_force_an_engine_or_a_form() -> None:
     assert {r.reason for r in route(request(force_mode="combined"), pool).explanation.refusals} == {Reason.MODE}
 
 
+def test_an_answer_goes_where_it_is_not_cut_as_long_as_there_is_such_an_engine() -> None:
+    short, long = engine(1, 4.0, context_tokens=1024, cells=4096), engine(2, 1.0, context_tokens=8192, cells=32_768)
+    asked = request(200, 200, most_output_tokens=3_000)
+    routed = route(asked, PoolView((short, long)))
+    assert routed.plan is not None
+    assert routed.plan.engine_id == 2
+    assert [refusal.reason for refusal in routed.explanation.refusals if refusal.mode == "solo"] == [Reason.CONTEXT]
+    # Cut is better than not at all, and what fits everywhere goes where it costs least.
+    for question, engines in (
+        (asked, (short,)),
+        (request(200, 200, most_output_tokens=824), (short, long)),
+        (request(200, 200), (short, long)),
+        (request(200, 200, most_output_tokens=3_000, force_engine=1), (short, long)),
+    ):
+        plan = route(question, PoolView(engines)).plan
+        assert plan is not None
+        assert plan.engine_id == 1
+
+
 def test_what_was_sent_since_the_last_measurement_counts_as_work() -> None:
     pool = PoolView((engine(1), engine(2)), sent={1: Sent((4_000,) * 3)})
     assert route(request(), pool).plan.engine_id == 2  # type: ignore[union-attr]
