@@ -52,6 +52,7 @@ def test_the_simulation_is_a_command(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_on_no_device_is_an_answer_much_slower_than_with_the_best_length() -> None:
     steady, changing = cells_by_change(simulate_all(seeds=200, tokens=192))
     assert min(cell.first_vs_best for cell in steady) >= 0.95
