@@ -199,7 +199,9 @@ async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard
         if old is None or not old.cells or old.engine.epoch != engine.epoch:
             return EngineCard(engine, (), None)
         return EngineCard(engine, old.cells, old.cells_stale_since or datetime.now(UTC))
-    return EngineCard(engine, tuple(cell_of(slot) for slot in slots), None)
+    # Places for whole rows of logits stand beside the slots, of which no more run for them: shown once they hold something.
+    shown = (slot for slot in slots if slot.id < engine.slots or slot.is_processing or slot.cached_tokens)
+    return EngineCard(engine, tuple(cell_of(slot) for slot in shown), None)
 
 
 def cell_of(slot: SlotView) -> SlotCell:
@@ -219,14 +221,15 @@ def cell_of(slot: SlotView) -> SlotCell:
 
 def sample_of(taken_at: datetime, cards: list[EngineCard]) -> Sample:
     """Sums over the engines that answered just now."""
-    cells = [cell for card in cards if card.cells_stale_since is None for cell in card.cells]
+    fresh = [card for card in cards if card.cells_stale_since is None]
+    cells = [cell for card in fresh for cell in card.cells]
     if not cells:
         return Sample(taken_at.timestamp(), None, None, None)
     return Sample(
         at_s=taken_at.timestamp(),
         tokens_per_s=round(sum(cell.tokens_per_s or 0.0 for cell in cells), 1),
         busy_slots=sum(cell.state != "idle" for cell in cells),
-        slots=len(cells),
+        slots=sum(min(len(card.cells), card.engine.slots) for card in fresh),
     )
 
 

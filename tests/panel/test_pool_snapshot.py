@@ -217,6 +217,17 @@ async def test_a_silent_engine_keeps_its_cells_and_tells_their_age(stand_in: Eng
     assert sample.tokens_per_s is None
 
 
+async def test_places_for_whole_rows_are_shown_once_they_hold_something(
+    small_pool: SmallPool, stand_in: EngineStandIn
+) -> None:
+    slots = small_pool.engine.slots
+    stand_in.slots = [dataclasses.replace(IDLE, id=number) for number in range(2 * slots)]
+    stand_in.slots[-1] = dataclasses.replace(DECODING, id=2 * slots - 1)
+    shown, sample = await take_snapshot(None)
+    assert [cell.id for cell in shown.engines[0].cells] == [*range(slots), 2 * slots - 1]
+    assert (sample.busy_slots, sample.slots) == (1, slots)
+
+
 async def test_cells_of_an_earlier_process_are_not_shown_for_the_next_one(
     small_pool: SmallPool, stand_in: EngineStandIn
 ) -> None:

@@ -54,7 +54,8 @@ def loaded(asked: EngineConfig) -> memory.MemoryReport:
     [
         {"slots": 1, "context_tokens": 512},
         {"slots": 5, "context_tokens": 1024, "kv_type_k": "q8_0", "kv_type_v": "q8_0"},
-        {"slots": 12, "context_tokens": 256, "checkpoints": 9, "sampling": "backend", "micro_batch_tokens": 32},
+        {"slots": 12, "context_tokens": 256, "checkpoints": 9, "sampling": "backend", "micro_batch_tokens": 32}
+        | {"whole_vocabulary_slots": 12},
         {"slots": 2, "cache_tokens": 5000, "full_window": False, "mmap": False},
     ],
     ids=["one slot", "q8_0", "many sequences, device chains", "shared cache, no mmap"],
