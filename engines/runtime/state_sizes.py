@@ -14,7 +14,7 @@ KEPT_BLOCK_BYTES, KEPT_BLOCK_TOKENS = 8 << 20, 256
 # In a processor's memory: small enough that a piece is still in its caches when it is proved and read.
 CPU_MOVED_BYTES, GPU_MOVED_BYTES = 6 << 20, 48 << 20
 # One block is proved while the next is copied; with a few large ones there would be little beside each other, and with eight of a
-# small state what each costs is felt (H200, 8,192 tokens: out at 0.47 of a copy's speed instead of 0.62).
+# small state what each costs besides is felt.
 LEAST_BLOCKS, LEAST_MOVED_BYTES = 4, 8 << 20
 
 
