@@ -147,6 +147,11 @@ class HostCache:
         found = [cut for cut in self._cuts(tenant) if len(cut.tokens) < len(tokens) and _begins(tokens, cut.tokens)]
         return sorted(found, key=lambda cut: len(cut.tokens), reverse=True)
 
+    def parts_in(self, tokens: list[int], tenant: str) -> list[HostEntry]:
+        """The tenant's entries with a part, cuts or not, at which `tokens` can be begun."""
+        mine = (e for e in self._entries.values() if e.origin.tenant == tenant and e.state.part is not None)
+        return [entry for entry in mine if len(entry.tokens) < len(tokens) and _begins(tokens, entry.tokens)]
+
     def rows_of(self, cut: HostEntry) -> HostEntry | None:
         """An entry that has the attention rows of a cut."""
         return next((entry for entry in self._whole if self._lends(entry, cut)), None)

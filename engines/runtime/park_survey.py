@@ -110,13 +110,15 @@ def find(cache: PrefixCache, slot_id: int) -> Generator[None, None, Holding]:
 
 def holding_of(cache: PrefixCache, slot: Slot) -> Holding:
     sequence = slot.sequence
-    cuts = [len(c.sequence) for c in cache.checkpoints_of(sequence.tokens, sequence.origin)]
+    cuts = {len(c.sequence) for c in cache.checkpoints_of(sequence.tokens, sequence.origin)}
+    if cache.host.layout is not None:
+        cuts |= {len(entry.tokens) for entry in cache.host.parts_in(sequence.tokens, sequence.origin.tenant)}
     return Holding(
         tokens=list(sequence.tokens),
         origin=sequence.origin,
         used_at=slot.used_at,
         busy=not slot.idle,
-        cuts=tuple(cuts),
+        cuts=tuple(sorted(cuts)),
         slot=slot.index,
         entry=None,
         whole_only=cache.whole_only,

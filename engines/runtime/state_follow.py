@@ -18,6 +18,7 @@ from types import TracebackType
 
 from engines.errors import EngineStopping, SessionNotHeld, SlotBusy, StateError, StateHasImages
 from engines.runtime.arena import Buffer
+from engines.runtime.checkpoint_pieces import held_cuts
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.prefix import PrefixCache
@@ -130,11 +131,10 @@ class Leaving:
             slot = self._slot(cache)
             if slot is None:
                 return []
-            found = cache.checkpoints_of(slot.sequence.tokens, slot.sequence.origin)
+            found = held_cuts(cache, self._terms.dock.codec, slot.sequence)
             if any(cut > len(slot.sequence) for cut in self._generation.cuts):
                 found = found[:1]
-            part_bytes = self._terms.dock.codec.part_bytes
-            return [StatePiece("checkpoint", 0, len(one.sequence), part_bytes(one.sequence)) for one in found]
+            return [StatePiece("checkpoint", 0, one.length, one.size_bytes) for one in found]
 
         gone = {piece.end for piece in self._cuts}
         found: list[StatePiece] = await self._terms.dock.perform(look)
@@ -147,11 +147,9 @@ class Leaving:
 
         def take(cache: PrefixCache) -> Bytes | None:
             slot = self._slot(cache)
-            sequence = None if slot is None else slot.sequence
-            found = [] if sequence is None else cache.checkpoints_of(sequence.tokens, sequence.origin)
-            for one in found:
-                if len(one.sequence) == piece.end and codec.part_bytes(one.sequence) == piece.size_bytes:
-                    return buffer.data[: codec.take_part(one.sequence, buffer.data)]
+            for one in () if slot is None else held_cuts(cache, codec, slot.sequence):
+                if (one.length, one.size_bytes) == (piece.end, piece.size_bytes):
+                    return buffer.data[: one.take(codec, buffer.data)]
             return None
 
         def finished(taken: Bytes | None) -> tuple[Bytes, bytes] | None:

@@ -28,6 +28,7 @@ from engines.errors import (
     StateTooLarge,
 )
 from engines.runtime.checkpoint_order import Checkpoint
+from engines.runtime.checkpoint_pieces import HeldCut, held_cuts
 from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
@@ -88,8 +89,8 @@ class Departure:
 
     slot: Slot
     look: SlotLook
-    checkpoints: dict[int, Checkpoint]
-    """By their cuts."""
+    cuts: dict[int, HeldCut]
+    """By where they are."""
     window: Checkpoint | None = None
     """The one of them that is there only for this."""
 
@@ -105,10 +106,10 @@ class Departure:
         Raises StateError when the engine lost the slot's state meanwhile.
         """
         sequence = self.slot.sequence
-        if piece.kind == "checkpoint":
-            sequence = self.checkpoints[piece.end].sequence
         if len(sequence) < piece.end:
             raise StateError("The engine lost the slot's state while it left.")
+        if piece.kind == "checkpoint":
+            return buffer[: self.cuts[piece.end].take(codec, buffer, queued=codec.queues)]
         if piece.kind == "block":
             return buffer[: codec.take_block(sequence, piece.start, piece.end, buffer, queued=codec.queues)]
         if piece.kind in DRAFT_KINDS:
@@ -143,8 +144,9 @@ class Departure:
 
     def end(self) -> Slices[None]:
         yield from ()
-        for checkpoint in self.checkpoints.values():
-            checkpoint.leaving = False
+        for cut in self.cuts.values():
+            if cut.checkpoint is not None:
+                cut.checkpoint.leaving = False
         if self.window is not None:
             self.window.sequence.clear()
         self.slot.transfer = ""
@@ -269,15 +271,16 @@ def depart(cache: PrefixCache, codec: StateCodec, slot_id: int) -> Slices[Depart
     if not len(slot.sequence):
         raise SlotEmpty(f"Slot {slot_id} holds no tokens.")
     seen = slot_look(cache, codec, slot)
-    checkpoints = _checkpoints(cache, codec, slot)
+    cuts = held_cuts(cache, codec, slot.sequence)
     window = held_window(cache, slot.sequence)
-    for checkpoint in checkpoints:
+    for checkpoint in (cut.checkpoint for cut in cuts if cut.checkpoint is not None):
         checkpoint.leaving = True
+    if window is not None:
+        cuts = [HeldCut(len(window.sequence), codec.part_bytes(window.sequence), window)]
     if codec.layout.recurrent is None:
-        checkpoints = [] if window is None else [window]
-        seen = replace(seen, checkpoints=tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in checkpoints))
+        seen = replace(seen, checkpoints=tuple((cut.length, cut.size_bytes) for cut in cuts))
     slot.transfer = "export"
-    return Departure(slot, seen, {len(checkpoint.sequence): checkpoint for checkpoint in checkpoints}, window)
+    return Departure(slot, seen, {cut.length: cut for cut in cuts}, window)
 
 
 def arrive(
@@ -320,15 +323,10 @@ def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
     if slot.sequence.spans:
         # Rows of images are no tokens and may share positions; the forms of states know neither.
         raise StateHasImages(f"Slot {slot.index} holds a conversation with images, whose state stays here.")
-    cuts = tuple((len(c.sequence), codec.part_bytes(c.sequence)) for c in _checkpoints(cache, codec, slot))
+    cuts = tuple((cut.length, cut.size_bytes) for cut in held_cuts(cache, codec, slot.sequence))
     part_bytes, sequence = codec.part_bytes(slot.sequence), slot.sequence
     if cut := earlier_cut(cache, sequence):
         cuts = ((cut, window_bytes(codec, sequence, cut)),)
     draft = codec.drafts.look(sequence.draft, len(sequence)) if codec.drafts and len(sequence) else None
     runs = slot.generation is not None
     return SlotLook(list(sequence.tokens), part_bytes, cuts, runs, slot.transfer, draft, bool(cache.busy))
-
-
-def _checkpoints(cache: PrefixCache, codec: StateCodec, slot: Slot) -> list[Checkpoint]:
-    """Earlier cuts that would be reused here and so should be there: a recurrent state alone cannot go back."""
-    return cache.checkpoints_of(slot.sequence.tokens, slot.sequence.origin) if codec.layout.recurrent else []

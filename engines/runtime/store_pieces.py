@@ -84,8 +84,16 @@ def exact_holder(cache: PrefixCache, prefix: Prefix) -> Sequence | None:
     return next((sequence for sequence in held_by(cache, prefix, length) if len(sequence) == length), None)
 
 
+def part_in_host(cache: PrefixCache, prefix: Prefix) -> Bytes | None:
+    """The recurrent state behind just this prefix, where a checkpoint gave its place up."""
+    if cache.host.layout is None:
+        return None
+    mine = (e for e in cache.host if e.origin.tenant == prefix.origin.tenant and e.tokens == prefix.tokens)
+    return next((entry.state.part for entry in mine if entry.state.part is not None), None)
+
+
 class ContextPieces:
-    """Out of the context, a slice of the core's thread each."""
+    """Out of the context, a slice of the core's thread each; only a checkpoint's state may have gone to host memory."""
 
     def __init__(self, terms: SharingTerms, prefix: Prefix) -> None:
         self._terms = terms
@@ -99,9 +107,10 @@ class ContextPieces:
             yield from ()
             holder = exact_holder(cache, prefix)
             if holder is None:
-                if codec.layout.has_part:
+                part = part_in_host(cache, prefix)
+                if codec.layout.has_part and part is None:
                     raise PrefixGone("The prefix's last state is not there any more.")
-                return 0, None
+                return 0 if part is None else part.nbytes, None
             drafts = codec.drafts.look(holder.draft, len(holder)) if codec.drafts else None
             return codec.part_bytes(holder) if codec.layout.has_part else 0, drafts
 
@@ -136,6 +145,10 @@ class ContextPieces:
                 holder = next(held_by(cache, prefix, piece.end), None)
             else:
                 holder = exact_holder(cache, prefix)
+                part = part_in_host(cache, prefix) if holder is None and piece.kind == "part" else None
+                if part is not None and part.nbytes == piece.size_bytes:
+                    buffer[: part.nbytes] = part
+                    return part.nbytes
             if holder is None or (piece.kind in DRAFT_KINDS and not self._drafts_are_there(holder)):
                 raise PrefixGone(f"Positions {piece.start} to {piece.end - 1} are not held any more.")
             if piece.kind == "block":

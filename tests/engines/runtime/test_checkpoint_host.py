@@ -10,13 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation
 from engines.runtime.host_cache import TOKEN_BYTES
+from engines.runtime.park_survey import holding_of
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import SamplingParams, TokenLogprob
+from engines.runtime.state_snapshot import StatePiece
+from engines.runtime.state_transfer import depart
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run, running
 from tests.synthetic_gguf import SyntheticModel
 
@@ -208,6 +212,37 @@ async def test_a_damaged_state_of_a_cut_is_computed_again(tiny_model: Models) ->
         assert work.tokens[len(work.prompt) :] == await answer(work.prompt, 14, cuts)
 
 
+async def test_a_state_in_host_memory_leaves_with_its_conversation(tiny_model: Models) -> None:
+    model = tiny_model("qwen35")
+    async with running(model, **{**TIGHT, "checkpoints": 1}) as core:
+        talks = [Talk(f"s{i}", own=i) for i in range(2)]
+        for index, talk in enumerate(talks):
+            talk.begin()
+            talk.hear((await turn(core, talk, index))[0])
+        cut = talks[0].user_cut
+
+        def leave(cache: PrefixCache) -> Generator[None, None, tuple[tuple[int, ...], bool]]:
+            slot = next(slot for slot in cache.slots if slot.sequence.origin.session == "s0")
+            kept = next(e.state.part for e in cache.host if e.tokens == slot.sequence.tokens[:cut])
+            assert core.codec is not None
+            assert kept is not None
+            departure = yield from depart(cache, core.codec, slot.index)
+            buffer = np.zeros(kept.nbytes, dtype=np.uint8)
+            taken = departure.take(core.codec, StatePiece("checkpoint", 0, cut, kept.nbytes), buffer)
+            same = np.array_equal(core.codec.finished_part(taken, cut), kept)
+            yield from departure.end()
+            return tuple(length for length, _ in departure.look.checkpoints), same
+
+        assert await core.perform(leave) == ((SYSTEM, cut), True)
+
+        def hold(cache: PrefixCache) -> Generator[None, None, tuple[int, ...]]:
+            slot = next(slot for slot in cache.slots if slot.sequence.origin.session == "s0")
+            yield from ()
+            return holding_of(cache, slot).cuts
+
+        assert await core.perform(hold) == (SYSTEM, cut)
+
+
 async def test_the_last_turn_taken_back_begins_where_the_one_before_was_asked(tiny_model: Models) -> None:
     model = tiny_model("qwen35", tie_free=True)
     async with running(model, **TIGHT) as core:
@@ -234,10 +269,12 @@ async def test_a_beginning_that_no_template_names_is_kept_when_the_second_prompt
 
 # --- at random --------------------------------------------------------------------------------------
 
-LOOKING = SamplingParams(temperature=0, top_logprobs=3)
+LOOKING = SamplingParams(temperature=0, top_logprobs=5)
 # Sequences beside one, and other cuts of what was computed before the reused state, move log probabilities by less; one other
-# token far back moves them by more (test_prefix.py).
-ROUNDING, NEAR_TIE = 5e-3, 2e-2
+# token far back moves them by more (test_prefix.py). In a mixture low bits may choose another expert, also where nothing ever
+# leaves the context, so that only one with clear choices can tell.
+ROUNDING = {"qwen35": 5e-3, "qwen35moe": 0.1}
+CLEAR: dict[str, dict[str, Any]] = {"qwen35": {}, "qwen35moe": {"tie_free": True, "residual_scale": 0.25}}
 
 
 @dataclass
@@ -289,20 +326,20 @@ async def _given_up(core: EngineCore, work: Generation, *, early: bool) -> None:
     await asyncio.wait_for(_ended(core), 60)
 
 
-def assert_same(seen: Sequence[TokenLogprob], cold: Sequence[TokenLogprob]) -> None:
+def assert_same(seen: Sequence[TokenLogprob], cold: Sequence[TokenLogprob], rounding: float) -> None:
     """The same greedy text with the same log probabilities, up to where two tokens are as likely as each other."""
     for mine, expected in zip(seen, cold, strict=True):
         there = dict(expected.top)
         if mine.token != expected.token:
-            assert abs(there[expected.token] - there.get(mine.token, float("-inf"))) < NEAR_TIE
+            assert abs(there[expected.token] - there.get(mine.token, float("-inf"))) < 4 * rounding
             return
-        assert mine.logprob == pytest.approx(expected.logprob, abs=ROUNDING)
+        assert mine.logprob == pytest.approx(expected.logprob, abs=rounding)
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
 async def test_whatever_is_reused_answers_as_a_cold_run(tiny_model: Models, architecture: str, count: int) -> None:
-    model = tiny_model(architecture)
+    model = tiny_model(architecture, **CLEAR[architecture])
     settings = {**TIGHT, "slots": 3, "cache_tokens": 1100, "checkpoints": 3, "host_cache_bytes": 9_000_000}
     async with running(model, **settings) as core:
         seen = await _one_after_another(core, random.Random(count), count)
@@ -311,4 +348,4 @@ async def test_whatever_is_reused_answers_as_a_cold_run(tiny_model: Models, arch
     async with running(model, **COLD) as core:
         for one in seen:
             cold = await _asked(core, one.prompt, len(one.drawn), one.cuts, reuse_prefix=False)
-            assert_same(one.drawn, cold.drawn)
+            assert_same(one.drawn, cold.drawn, ROUNDING[architecture])
