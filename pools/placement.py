@@ -123,11 +123,13 @@ def previews(facts: ModelFacts, wish: Form, room: Room) -> list[Preview]:
 
 def placed(facts: ModelFacts, wish: Form, room: Room) -> Preview | None:
     """The wish with as much on the card as fits. Checkpoints, which only save time, go before weights do."""
-    best = _with_weights(facts, wish, room)
-    if wish.checkpoints and (best is None or best.cost > CHECKPOINTS_COST):
-        bare = _with_weights(facts, dataclasses.replace(wish, checkpoints=0), room)
-        if bare is not None and (best is None or bare.cost + CHECKPOINTS_COST < best.cost):
-            best = dataclasses.replace(bare, cost=bare.cost + CHECKPOINTS_COST)
+    best, all_of_them = _with_weights(facts, wish, room), wish.kept_checkpoints
+    for left, cost in ((all_of_them // 2, CHECKPOINTS_COST / 2), (0, CHECKPOINTS_COST)):
+        if left == all_of_them or (best is not None and best.cost <= cost):
+            continue
+        bare = _with_weights(facts, dataclasses.replace(wish, checkpoints=left), room)
+        if bare is not None and (best is None or bare.cost + cost < best.cost):
+            best = dataclasses.replace(bare, cost=bare.cost + cost)
     return best
 
 

@@ -148,7 +148,7 @@ def _kv_types(config: EngineConfig) -> list[Step]:
 
 
 def _checkpoints(config: EngineConfig) -> list[Step]:
-    total = config.checkpoints
+    total = config.kept_checkpoints
     return [Step({"checkpoints": left}, 0.1 + 0.3 * (total - left) / total) for left in range(total - 1, -1, -1)]
 
 

@@ -114,8 +114,9 @@ class PrefixCache:
         nobody's `session` leaves a session the slot that it begins like, if it can do with one that is no session's."""
         idle = [slot for slot in self.slots if slot.idle and slot.has_raw_logits == raw_logits]
         own = next((slot for slot in idle if slot.sequence is source.sequence), None)
-        # A checkpoint's conversation goes on in the slot that it was taken from.
-        own = own or next((slot for slot in idle if self._is_branch(slot, source)), None)
+        # A checkpoint's conversation goes on in the slot that it was taken from; who says no session may want its end once more.
+        if own is None and (session or all(len(slot.sequence) for slot in idle)):
+            own = next((slot for slot in idle if self._is_branch(slot, source)), None)
         others = (slot for slot in idle if slot is not own)
         other = min(others, key=lambda slot: (len(slot.sequence) > 0, *stays(slot)), default=None)
         if own is None or other is None:
