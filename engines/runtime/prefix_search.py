@@ -106,8 +106,8 @@ class PrefixSearch:
         return shared if self._llama.first_position(sequence.index) <= max(0, position - window) else 0
 
     def leader(self, generation: Generation, at_hand: int) -> tuple[Slot, int] | None:
-        """The slot whose generation is about to compute a longer prefix of this one than is at hand, and that prefix's length; None
-        if there is none.
+        """The slot whose generation is about to compute a longer prefix of this one than is at hand, and that prefix's length;
+        None if there is none.
 
         Where prefixes cannot be cut anywhere, the leader is asked to leave a checkpoint at the fork.
         """
