@@ -13,12 +13,13 @@ import signal
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # How faulthandler begins what it writes.
 FATAL = "Fatal Python error:"
+STDERR = 2
 
 
 def tell_of_crashes() -> None:
     """From here on a fault of native code (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) writes to stderr which it was and where
     each thread stood."""
-    faulthandler.enable()
+    faulthandler.enable(file=STDERR)
 
 
 def stop_asked(log: logging.Logger) -> asyncio.Event:

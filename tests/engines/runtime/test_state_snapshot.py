@@ -34,10 +34,12 @@ from engines.runtime.state_snapshot import (
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_codec import Pieces, done, exported, import_all, two
 from tests.paced_engine import slow_steps
-from tests.synthetic_gguf import SyntheticModel
+from tests.synthetic_gguf import IM_END, SyntheticModel
 
 SAMPLED = SamplingParams(temperature=1.2, top_k=30, seed=77, repeat_penalty=1.3, presence_penalty=0.4, repeat_last_n=32)
-PENALTY_FREE = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, logit_bias=((7, float("-inf")),))
+PENALTY_FREE = SamplingParams(
+    temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=5, logit_bias=((7, float("-inf")), (IM_END, float("-inf")))
+)
 
 
 def form_of(pattern: str) -> ConstraintSpec:
