@@ -1,4 +1,7 @@
-"""`python -m bench engine|prefix|spec|kv|store|park|handoff|pd|placement|router|model`: Hydra measured; the last line is JSON."""
+"""`python -m bench engine|prefix|spec|kv|kv-host|store|park|handoff|pd|placement|router|model`: Hydra measured.
+
+The last line is JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import engine, handoff, kv, park, pd, placement, prefix, router, spec, store
+from bench import engine, handoff, kv, kv_host, park, pd, placement, prefix, router, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path, setting
 from bench.vocabulary import ROOT
@@ -45,6 +48,7 @@ BENCHES = {
     "prefix": Bench(prefix, lambda options: prefix.run(options, _peer(options))),
     "spec": Bench(spec, lambda options: spec.run(options, _peer(options))),
     "kv": Bench(kv, kv.run, has_servers=False),
+    "kv-host": Bench(kv_host, kv_host.run, has_servers=False),
     "store": Bench(store, store.run, has_servers=False),
     "park": Bench(park, park.run),
     "handoff": Bench(handoff, handoff.run),
@@ -83,7 +87,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["kv"] and (added := copy_environment()):
+    if sys.argv[1:2] in (["kv"], ["kv-host"]) and (added := copy_environment()):
         # This process is an engine then, and must be started as one.
         os.execve(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]], {**os.environ, **added})
     sys.exit(main(sys.argv[1:]))

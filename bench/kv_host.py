@@ -1,4 +1,4 @@
-"""What a stream feels while another conversation goes to host memory and comes back: `python -m bench.kv_host --state-mb 256`.
+"""What a stream feels while another conversation goes to host memory and comes back: `python -m bench kv-host`.
 
 A made-up state lies in one of two slots, a stream decodes in the other. A short request takes the state's slot, then the
 conversation's next turn wants it back. The last line has the stream's longest gap and its 99th percentile meanwhile over those
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -111,16 +110,13 @@ async def _first_token(core: EngineCore, prompt: list[int], least_cached: int) -
                 return time.perf_counter() - began
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="synthetic:kv")
-    parser.add_argument("--state-mb", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="synthetic:kv", help="smollm2, synthetic:NAME or a path")
+    parser.add_argument("--state-mb", type=int, default=256, help="about how large the conversation's state is")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads of the engine")
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, float]:
     found = uvloop.run(measured(options.model, options.state_mb, options.threads, options.rounds))
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}))
-
-
-if __name__ == "__main__":
-    main()
+    return {name: round(value, 3) for name, value in found.items()}

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from engines.config import EngineConfig
+
 # As many likeliest tokens as a card hands out, unless its engine's settings say otherwise.
-DEVICE_CANDIDATES = 128
+DEVICE_CANDIDATES = EngineConfig.device_candidates
 _LIFTS_BELOW = (("repeat_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
 
 

@@ -273,6 +273,32 @@ async def test_pieces_of_another_beginning_are_refused(
         assert not len(away.cache.slots[0].sequence)
 
 
+async def test_a_block_that_does_not_follow_is_refused_before_it_enters(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
+        work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
+        await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
+            async for exported in leaving.finished_blocks():
+                delivery, piece = delivery_of(exported), exported.piece
+                tokens = work.tokens[piece.start : piece.end]
+                for wrong in (
+                    replace(piece, start=piece.start + 1, end=piece.end + 1),
+                    replace(piece, end=piece.end + 1),
+                    replace(piece, size_bytes=piece.size_bytes + 1),
+                    replace(piece, kind="part"),
+                ):
+                    with pytest.raises(StateInvalid, match="are not what they have to be"):
+                        await arriving.begin(replace(delivery, piece=wrong), tokens)
+                await arriving.begin(delivery, tokens)
+            slow.close()
+            manifest = await stopped(leaving)
+            await rest_of(leaving, arriving, manifest)
+
+
 async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
     tiny_model: Callable[..., SyntheticModel], slow: ExitStack
 ) -> None:
