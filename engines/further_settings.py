@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.config import ConfigInvalid, EngineConfig, read_fields
+from engines.config import ConfigInvalid, EngineConfig
+from engines.config_fields import read_fields
 
 _ROW = "the engine's own field of that name"
 _MODEL = "the model"

@@ -16,7 +16,8 @@ from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.http_follow import asked_body, begun_at, origin_of
 from engines.runtime.http_stream import COMMENT_PING, collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.preparation import Images, Preparation, request_id
+from engines.runtime.preparation import Images, Preparation
+from engines.runtime.request_id import request_id
 from engines.runtime.thinking_budget import ThinkingBudget
 
 

@@ -16,7 +16,8 @@ from engines.runtime.http_stream import collect, stream
 from engines.runtime.http_text import detokenize, require_known
 from engines.runtime.llama import Vocabulary
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.preparation import Preparation
+from engines.runtime.request_id import request_id
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from engines.runtime.embedding_vectors import as_base64, as_numbers, relevance, 
 from engines.runtime.http_errors import CONFIG, errors_as_json, refuse_foreign_pages, refuse_strangers
 from engines.runtime.http_views import Views
 from engines.runtime.operations import GENERATES, Handler, Operation, routes
-from engines.runtime.preparation import PREPARE_THREADS, request_id
+from engines.runtime.preparation import PREPARE_THREADS
+from engines.runtime.request_id import request_id
 
 EMBEDDINGS_PATHS = ("/v1/embeddings",)
 RERANK_PATHS = ("/v1/rerank", "/rerank")

@@ -14,7 +14,7 @@ from engines.errors import InvalidRequest
 from engines.runtime.handoff_in import ArrivingHandoffs
 from engines.runtime.http_follow import ADOPTED
 from engines.runtime.operations import JSON, SSE, Operation, Parameter
-from engines.runtime.preparation import request_id
+from engines.runtime.request_id import request_id
 
 PATH_HEADER = "X-Hydra-Path"
 FOLLOWED_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

@@ -12,7 +12,8 @@ from engines.runtime.http_stream import collect, stream
 from engines.runtime.native_answer import NativeAnswer
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
 from engines.runtime.origin import read_origin
-from engines.runtime.preparation import Preparation, request_id
+from engines.runtime.preparation import Preparation
+from engines.runtime.request_id import request_id
 
 # Kept free for the answer where the request does not say how long it may be.
 ANSWER_TOKENS = 256

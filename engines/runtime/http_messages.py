@@ -12,7 +12,8 @@ from engines.runtime.http_follow import asked_body, origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.messages_answer import MessagesAnswer
 from engines.runtime.operations import GENERATES, JSON, NEEDS_MODEL, SSE, Operation
-from engines.runtime.preparation import Images, Preparation, request_id
+from engines.runtime.preparation import Images, Preparation
+from engines.runtime.request_id import request_id
 
 
 class MessagesEndpoint:

@@ -10,7 +10,8 @@ from engines.runtime.http_chat import PreparedChat, prepare_chat
 from engines.runtime.http_follow import asked_body, begun_at, origin_of
 from engines.runtime.http_stream import collect, stream
 from engines.runtime.operations import GENERATES, JSON, SSE, Operation
-from engines.runtime.preparation import Images, Preparation, request_id
+from engines.runtime.preparation import Images, Preparation
+from engines.runtime.request_id import request_id
 from engines.runtime.responses_answer import ResponsesAnswer
 
 

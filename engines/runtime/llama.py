@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from engines.config import EngineConfig
 from engines.errors import ModelLoadFailed
-from engines.runtime import llama_log
+from engines.runtime import llama_log, state_ranges
 from engines.runtime.context_params import ContextParams
 from engines.runtime.long_runs import BLOCK_CHARS, cut_long_runs
 from engines.runtime.media_batch import SpanBatch
 from engines.runtime.memory import LoadWatch, MemoryReport
 from engines.runtime.placement import place
+from engines.runtime.state_ranges import BYTES
 
 # Calls of a few microseconds that keep the interpreter: to get it back from a busy event loop takes longer than they do.
 _KEEPING = ctypes.PyDLL("libllama", handle=llama_cpp.llama_cpp._lib._handle)
@@ -33,32 +34,7 @@ _seq_cp.argtypes, _seq_cp.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 4], No
 _seq_rm.argtypes, _seq_rm.restype = [ctypes.c_void_p, *[ctypes.c_int32] * 3], ctypes.c_bool
 # With more cells they take longer than that, and whoever proves pieces of state beside waits.
 KEEPING_TOKENS = 512
-_BYTES = ctypes.POINTER(ctypes.c_uint8)
 _QUEUED = 4  # a flag of states that only our builds know
-# Only our builds have these (native/state_ranges.py).
-_get_range = getattr(llama_cpp.llama_cpp._lib, "llama_state_seq_get_range", None)
-_append = getattr(llama_cpp.llama_cpp._lib, "llama_state_seq_append", None)
-HAS_RANGES = _get_range is not None and _append is not None
-if _get_range is not None and _append is not None:
-    _get_range.argtypes = [ctypes.c_void_p, _BYTES, ctypes.c_size_t, *[ctypes.c_int32] * 3, ctypes.c_uint32]
-    _append.argtypes = [ctypes.c_void_p, _BYTES, ctypes.c_size_t, ctypes.c_int32, ctypes.c_uint32]
-    _get_range.restype = _append.restype = ctypes.c_size_t
-
-
-def export_range(context: Any, seq: int, start: int, end: int, buffer: NDArray[np.uint8], flags: int = 0) -> int:
-    """The state of positions [start, end) of `seq` without recurrent state, where HAS_RANGES: what a sequence that shares just
-    these would give, but for its number. Returns the bytes written, 0 when the buffer is too small."""
-    assert _get_range is not None
-    return int(_get_range(context, ctypes.cast(buffer.ctypes.data, _BYTES), buffer.nbytes, seq, start, end, flags))
-
-
-def append_from(context: Any, seq: int, buffer: NDArray[np.uint8], flags: int = 0) -> bool:
-    """Loads what `export_range` gave behind the positions that `seq` holds; a recurrent state stays. False when llama.cpp did
-    not take all of it; parts may then survive until the sequence is cleared."""
-    assert _append is not None
-    return (
-        int(_append(context, ctypes.cast(buffer.ctypes.data, _BYTES), buffer.nbytes, seq, flags)) == buffer.nbytes > 0
-    )
 
 
 class Vocabulary:
@@ -343,7 +319,7 @@ class Llama:
         """
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
         flags |= _QUEUED if queued and self.queues_states else 0
-        pointer = ctypes.cast(buffer.ctypes.data, _BYTES)
+        pointer = ctypes.cast(buffer.ctypes.data, BYTES)
         return int(llama_cpp.llama_state_seq_get_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
 
     def import_from(self, seq: int, buffer: NDArray[np.uint8], *, partial: bool, queued: bool = False) -> bool:
@@ -354,17 +330,19 @@ class Llama:
         """
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY if partial else 0
         flags |= _QUEUED if queued and self.queues_states else 0
-        pointer = ctypes.cast(buffer.ctypes.data, _BYTES)
+        pointer = ctypes.cast(buffer.ctypes.data, BYTES)
         read = int(llama_cpp.llama_state_seq_set_data_ext(self.context, pointer, buffer.nbytes, seq, flags))
         return read == buffer.nbytes > 0
 
     def export_range(self, seq: int, start: int, end: int, buffer: NDArray[np.uint8], *, queued: bool = False) -> int:
-        """`export_range` above, queued as in `export_into`."""
-        return export_range(self.context, seq, start, end, buffer, _QUEUED if queued and self.queues_states else 0)
+        """`export_range` of state_ranges.py, queued as in `export_into`."""
+        return state_ranges.export_range(
+            self.context, seq, start, end, buffer, _QUEUED if queued and self.queues_states else 0
+        )
 
     def append_from(self, seq: int, buffer: NDArray[np.uint8], *, queued: bool = False) -> bool:
-        """`append_from` above, queued as in `import_from`."""
-        return append_from(self.context, seq, buffer, _QUEUED if queued and self.queues_states else 0)
+        """`append_from` of state_ranges.py, queued as in `import_from`."""
+        return state_ranges.append_from(self.context, seq, buffer, _QUEUED if queued and self.queues_states else 0)
 
     def metadata(self) -> dict[str, str]:
         """The model file's scalar keys and values as llama.cpp prints them; long values are cut."""

@@ -9,14 +9,11 @@ import asyncio
 import logging
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
-
-from aiohttp import web
 
 from engines.api_constraint import ConstraintSpec
 from engines.api_schema import ChatRequest
@@ -54,24 +51,12 @@ PREPARE_THREADS = 2
 # So many requests may always wait for those threads; more where the waiting line behind them is longer.
 LEAST_PENDING = 64
 STOP_S = 5.0
-MAX_REQUEST_ID_CHARS = 128
 T = TypeVar("T")
 Asked = TypeVar("Asked")
 # What stands in a prompt for each image of a conversation, in order.
 Images = Sequence[Sequence[Part]]
 
 log = logging.getLogger("hydra.engine.preparation")
-
-
-def request_id(request: web.Request) -> str:
-    """The caller's id where it is short and plain, for it goes into answers and logs; else a new one."""
-    return plain_request_id(request.headers.get("X-Request-Id", ""))
-
-
-def plain_request_id(given: str) -> str:
-    """`given` if it may be used as an id, else a new one."""
-    plain = given.isascii() and all(letter.isalnum() or letter in "-_." for letter in given)
-    return given if plain and 0 < len(given) <= MAX_REQUEST_ID_CHARS else uuid.uuid4().hex
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from engines.runtime.generation import Generation, Piece, Stats
 from engines.runtime.http_chat import ChatStream, prepared_chat
 from engines.runtime.http_stream import PING_S, collect, in_order
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.preparation import Preparation, plain_request_id
+from engines.runtime.preparation import Preparation
+from engines.runtime.request_id import plain_request_id
 from engines.runtime.rpc_operations import DEFAULT_FORM, EngineOperations
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_desk import StateDesk

@@ -18,10 +18,11 @@ import numpy as np
 
 from engines.errors import NoCellsFree, StateError, StateInvalid
 from engines.runtime.cells import Sequence
-from engines.runtime.llama import HAS_RANGES, Batch, Llama
+from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_draft import DraftCodec, probed_drafts
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout, Tokens
+from engines.runtime.state_ranges import HAS_RANGES
 
 log = logging.getLogger("hydra.engine.state")
 
@@ -189,6 +190,17 @@ class StateCodec:
             self.abandon(sequence)
             raise StateError(f"The imported state ends at position {last}, not at {len(tokens) - 1}.")
         sequence.received(tokens)
+
+    def take_back_computed(self, sequence: Sequence, size_bytes: int) -> None:
+        """Drops what was decoded behind the rows that have come into a sequence, and the recurrent state that it made. Raises
+        StateError, with the sequence empty, when its state is not of `size_bytes` again."""
+        if self.layout.recurrent:
+            # Positions of a recurrent state cannot be dropped, but an empty sequence's state can take its place.
+            self._llama.share_range(self._empty.index, sequence.index, 0, 0)
+        kept = self._llama.keep_prefix(sequence.index, len(sequence.cells))
+        if not kept or self._llama.state_bytes(sequence.index) != size_bytes:
+            self.abandon(sequence)
+            raise StateError("What was computed for a try could not be dropped.")
 
     def abandon(self, sequence: Sequence) -> None:
         """Empties the sequence and the scratch ones, and looks whether they are: a failed import may leave half a state."""

@@ -16,7 +16,7 @@ import llama_cpp
 import numpy as np
 
 from engines.errors import StateError
-from engines.runtime import llama
+from engines.runtime import state_ranges
 from engines.runtime.draft_rows import DraftRows
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout
 
@@ -65,7 +65,7 @@ class DraftCodec:
     def take_block(self, index: int, start: int, end: int, buffer: Bytes) -> int:
         """Writes the rows of positions [start, end) into `buffer`; the bytes written, for `finished_block`."""
         if self.ranges:
-            return llama.export_range(self._model.native, index, start, end, buffer)
+            return state_ranges.export_range(self._model.native, index, start, end, buffer)
         try:
             llama_cpp.llama_memory_seq_cp(self._memory, index, self._scratch, start, end)
             return _get(self._model.native, self._scratch, buffer)
@@ -90,7 +90,7 @@ class DraftCodec:
     def enter_block(self, rows: DraftRows, start: int, count: int, block: Bytes) -> bool:
         """Appends a checked block. False, and the head holds nothing of the sequence, where there was no room."""
         if self.ranges:
-            done = llama.append_from(self._model.native, rows.index, block)
+            done = state_ranges.append_from(self._model.native, rows.index, block)
         else:
             done = _set(self._model.native, self._scratch, block)
             if done:
@@ -138,7 +138,7 @@ def _probed(model: DraftModel, index: int, scratch: int) -> DraftCodec:
     before = _whole(model, index)
     layout = StateLayout.learn(before, before, count)
     codec = DraftCodec(model, scratch, layout)
-    for ranges in (False, True) if llama.HAS_RANGES else (False,):
+    for ranges in (False, True) if state_ranges.HAS_RANGES else (False,):
         codec.ranges = ranges
         try:
             _prove(codec, index, tokens, before)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.browser_guard import is_loopback
-from engines.config import MIN_SECRET_BYTES, ConfigInvalid, check_bounds, read_fields
+from engines.config import MIN_SECRET_BYTES
+from engines.config_fields import ConfigInvalid, check_bounds, read_fields
 
 MEMORY_FOLDER = "/dev/shm"
 PREFIX = "hydra-"

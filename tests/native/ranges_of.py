@@ -18,6 +18,7 @@ import numpy as np
 
 from engines.config import EngineConfig
 from engines.runtime import llama as llama_module
+from engines.runtime import state_ranges
 from engines.runtime.context_params import ContextParams
 from engines.runtime.llama import Batch
 from engines.runtime.state_layout import Bytes
@@ -92,7 +93,7 @@ class Cache:
         buffer = self._room(end - start)
         written = self.llama.export_into(SCRATCH, buffer, partial=False)
         also = self._room(end - start)
-        if llama_module.HAS_RANGES:
+        if state_ranges.HAS_RANGES:
             assert self.llama.export_range(SCRATCH, start, end, also) == written
             assert np.array_equal(also, buffer)
         self.llama.clear(SCRATCH)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engines.errors import NoCellsFree, StateError, StateIncompatible, StateInvalid
-from engines.runtime import llama, state_codec
+from engines.runtime import state_codec, state_ranges
 from engines.runtime.cells import Sequence
 from engines.runtime.core import EngineCore
 from engines.runtime.prefix import PrefixCache
@@ -314,16 +314,16 @@ async def test_ranges_are_used_where_the_library_has_them_and_they_are_right(
     """With the wheel's library all of them fail at the first call; with ours what is not at fault works."""
     model = tiny_model("qwen35", nextn=True)
     if fault:
-        monkeypatch.setattr(llama, *RANGE_FAULTS[fault])
-        monkeypatch.setattr(llama, "HAS_RANGES", True)
+        monkeypatch.setattr(state_ranges, *RANGE_FAULTS[fault])
+        monkeypatch.setattr(state_ranges, "HAS_RANGES", True)
         monkeypatch.setattr(state_codec, "HAS_RANGES", True)
-        if not hasattr(llama.llama_cpp.llama_cpp._lib, "llama_state_seq_append"):
-            monkeypatch.setattr(llama, "append_from", lambda *_: False)
-            monkeypatch.setattr(llama, "export_range", RANGE_FAULTS[fault][1])
+        if not hasattr(state_ranges.llama_cpp.llama_cpp._lib, "llama_state_seq_append"):
+            monkeypatch.setattr(state_ranges, "append_from", lambda *_: False)
+            monkeypatch.setattr(state_ranges, "export_range", RANGE_FAULTS[fault][1])
     async with running(model, speculation="mtp", draft_tokens=3) as core:
         assert core.codec is not None
         assert core.codec.drafts is not None
-        assert core.codec.ranges == core.codec.drafts.ranges == (fault is None and llama.HAS_RANGES)
+        assert core.codec.ranges == core.codec.drafts.ranges == (fault is None and state_ranges.HAS_RANGES)
         assert ("through a scratch sequence" in caplog.text) == (fault is not None)
         await run(core, prompt_of(model, 100), 10)
         pieces = await done(core, lambda cache, codec: exported(codec, cache.slots[0].sequence))
