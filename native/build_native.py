@@ -6,13 +6,13 @@
     --source DIR       a tree of llama.cpp, built as it is, instead of the one inside the pinned sdist with our changes
     --toolkit DIR      a CUDA toolkit that is not where toolkits usually are; may be given several times
     --define NAME=VALUE  one more CMake variable, such as GGML_CUDA_FA_ALL_QUANTS=ON
-    --change NAME    one more change of the source, which builds lack otherwise: row-blocks (native/row_blocks.py)
     --kernels A.cu,B.cu  compile only these files of the CUDA backend, show what is inside, and install nothing
     --jobs N           compilers at once (default: one for each core); --nice N their niceness (default 10)
     --json             progress as one JSON object a line, for programs
 
-Run from the project's folder; needs Python's standard library, CMake, a C++ compiler, and for cards a CUDA toolkit. ccache is
-used if it is there. Nothing is built twice: a build is named after source, flags, toolkit, compiler and CPU.
+Run from the project's folder; needs Python's standard library, CMake (Hydra's packages have it), a C++ compiler, and for cards a
+CUDA toolkit. ccache is used if it is there. Nothing is built twice: a build is named after source, flags, toolkit, compiler and
+CPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from typing import Any
 from engines.native_library import CUDA_LIBRARY, FOLDER, MAX_MANIFEST_BYTES, Manifest, cpu_digest, images_of
 from native import changes, llama_source, toolkits, wheel_toolkit
 from native.architectures import CPU, ArchitectureUnknown, checked
+from native.build_request import REQUIREMENTS, compiler_line, use_own_tools
 from native.compilation import Report, Wanted, compile_targets, configure, version_line
 from native.errors import BuildFailed
 from native.library_checks import check_symbols, list_images
 from native.toolkits import Toolkit, ToolkitMissing
 
 ROOT = Path(__file__).resolve().parent.parent
-REQUIREMENTS = ROOT / "requirements" / "llama.txt"
 PACKAGE = "llama-cpp-python==0.3.36"
 NEEDED_BYTES = 3 << 30
 
@@ -59,31 +59,18 @@ def plan(archs: tuple[str, ...], found: list[Toolkit]) -> list[tuple[tuple[str, 
     return parts + [(names, toolkit) for toolkit, names in toolkits.choose(cards, found)]
 
 
-def _compiler() -> str:
-    """The C++ compiler that CMake will take, as it calls itself. Raises BuildFailed."""
-    compiler = next(
-        filter(None, (shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None
-    )
-    if compiler is None:
-        raise BuildFailed("there is no C++ compiler", "apt install build-essential")
-    for tool, packages in (("cmake", "cmake ninja-build"), ("nm", "binutils")):
-        if shutil.which(tool) is None:
-            raise BuildFailed(f"there is no {tool}", f"apt install {packages}")
-    return version_line(compiler)
-
-
-def _source(given: Path | None, package: str, home: Path, optional: list[str]) -> Path:
+def _source(given: Path | None, package: str, home: Path) -> Path:
     if given is not None:
         if not (given / "include" / "llama.h").is_file():
             raise BuildFailed(f"{given} is no source of llama.cpp")
-        if optional:
-            raise BuildFailed("a --source is built as it is", "leave --change away, or --source")
         return given.resolve()
-    # A tree with other changes is another tree: changes are not taken back.
-    names = sorted(set(optional))
-    folder = home / FOLDER / "-".join([f"source-{package.partition('==')[2]}", *names])
+    # A tree with other changes is another tree: changes are not taken back, and an earlier Hydra's are not built upon.
+    version = package.partition("==")[2]
+    folder = home / FOLDER / f"source-{version}-{changes.digest()}"
     for tree in folder.glob("source/*/vendor/llama.cpp"):
-        return _changed(tree, names)
+        return _changed(tree)
+    for earlier in (home / FOLDER).glob("source-*"):
+        shutil.rmtree(earlier)
     with tempfile.TemporaryDirectory(prefix=".source-", dir=_made(home / FOLDER)) as scratch:
         try:
             llama_source.fetch_source(package, Path(scratch))
@@ -93,13 +80,11 @@ def _source(given: Path | None, package: str, home: Path, optional: list[str]) -
         Path(scratch).chmod(0o755)
         shutil.copytree(Path(scratch), folder, dirs_exist_ok=True)
     (tree,) = folder.glob("source/*/vendor/llama.cpp")
-    return _changed(tree, names)
+    return _changed(tree)
 
 
-def _changed(tree: Path, optional: list[str]) -> Path:
+def _changed(tree: Path) -> Path:
     changes.apply(tree)
-    for name in optional:
-        changes.apply(tree, changes.OPTIONAL[name])
     return tree
 
 
@@ -257,13 +242,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--package", default=PACKAGE, help="the bindings that a --source fits")
     parser.add_argument("--toolkit", type=Path, action="append", default=[], help="a CUDA toolkit's folder")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="a CMake variable")
-    parser.add_argument(
-        "--change",
-        action="append",
-        default=[],
-        choices=sorted(changes.OPTIONAL),
-        help="a change that builds lack otherwise",
-    )
     parser.add_argument("--kernels", default="", help="compile only these files of the CUDA backend")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the compilers")
@@ -282,6 +260,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         os.nice(max(0, options.nice))
+        use_own_tools()
         _all(options, output)
     except (ArchitectureUnknown, ToolkitMissing) as error:
         return _failed(output, options.json, str(error), "", 2)
@@ -304,10 +283,10 @@ def _all(options: argparse.Namespace, output: Output) -> None:
     archs = checked(options.arch)
     found = toolkits.find_toolkits([path.resolve() for path in options.toolkit]) if archs != (CPU,) else []
     parts = plan(archs, found)  # before anything is fetched
-    compiler = _compiler()
+    compiler = compiler_line()
     package = llama_source.pinned(REQUIREMENTS) if options.source is None and REQUIREMENTS.exists() else options.package
     home = options.home.resolve()
-    source = _source(options.source, package, home, options.change)
+    source = _source(options.source, package, home)
     digest = llama_source.source_digest(source)
     for names, toolkit in parts:
         if toolkit is not None and wheel_toolkit.is_of_wheels(toolkit.root):

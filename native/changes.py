@@ -6,6 +6,7 @@ exception: without `kept_candidates` an engine does not use them.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from native.cell_window import CELL_WINDOW
@@ -145,14 +146,16 @@ CHANGES = (
     ),
     *KEPT_CANDIDATES,
     *CELL_WINDOW,
+    *ROW_BLOCKS,
     *STATE_RANGES,
     *CPU_MASKS,
     *QUANT_TILES,
 )
 
-# What a build makes only if it is asked to (`--change NAME`), because it has not run on a card yet. Once it has: `*ROW_BLOCKS,`
-# behind *CELL_WINDOW turns it on for all builds.
-OPTIONAL = {"row-blocks": ROW_BLOCKS}
+
+def digest() -> str:
+    """Names the changes: another version of them is another tree of source."""
+    return hashlib.sha256(repr(CHANGES).encode()).hexdigest()[:12]
 
 
 def apply(tree: Path, changes: tuple[Change, ...] = CHANGES) -> None:

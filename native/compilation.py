@@ -126,6 +126,7 @@ def _run(command: list[str], wanted: Wanted, work: Path, follow: Callable[[str],
         )
         try:
             assert process.stdout is not None
+            _step_back(process.pid)
             for line in process.stdout:
                 log.write(line)
                 last.append(line.rstrip())
@@ -140,6 +141,12 @@ def _run(command: list[str], wanted: Wanted, work: Path, follow: Callable[[str],
             "\n".join([*last, f"{command[0]} {command[1]} failed ({code}); the whole log is {work / 'build.log'}"]),
             "if the compiler was killed, memory ran out: --jobs 1",
         )
+
+
+def _step_back(session: int) -> None:
+    """Lets our niceness count for a tool in a session of its own also where the kernel groups processes by their sessions."""
+    with contextlib.suppress(OSError):  # It does not, or the tool has ended already.
+        Path(f"/proc/{session}/autogroup").write_text(str(max(0, os.getpriority(os.PRIO_PROCESS, 0))))
 
 
 def _end(process: subprocess.Popen[str]) -> None:

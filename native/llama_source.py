@@ -29,7 +29,8 @@ def fetch_source(pin: str, folder: Path) -> Path:
     """The unpacked llama.cpp of the pinned sdist."""
     downloads = folder / "sdist"
     downloads.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    # Of this package alone: pip asks its build backend for its name, which must not be compiled for that, nor CMake.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", pin.partition("==")[0]]
     subprocess.run([*command, "--dest", str(downloads), pin], check=True, timeout=DOWNLOAD_TIMEOUT_S)
     (archive,) = downloads.glob("*.tar.gz")
     with tarfile.open(archive) as packed:

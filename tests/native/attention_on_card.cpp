@@ -4,7 +4,8 @@
 //
 // Built against the folder of a library: c++ -std=c++17 -O2 -I LLAMA_CPP/ggml/include attention_on_card.cpp -L LIB -lggml
 // -lggml-base -lggml-cpu. `check` compares both (exit code 1 if a case is off), `time` prints the card's time for one call. With
-// GGML_CUDA_FATTN_VISIBLE=0 a library of `--change row-blocks` runs the kernels it had before. Without a card both are the processor.
+// GGML_CUDA_FATTN_VISIBLE=0 a card runs llama.cpp's own kernels; `check` wants 8192, or few of its cases are of lists. Without a
+// card both are the processor.
 
 #include "ggml-backend.h"
 #include "ggml-cpu.h"

@@ -12,13 +12,18 @@ from native.errors import BuildFailed
 PATHS = {change.path for change in changes.CHANGES}
 
 
+ADDED = {change.path: change.new for change in changes.CHANGES if not change.old}
+
+
 def text(path: str, *, changed: bool) -> str:
+    if path in ADDED:
+        return ADDED[path] if changed else ""
     places = (change.new if changed else change.old for change in changes.CHANGES if change.path == path)
     return "before\n" + "".join(f"{place} 1\nbehind\n" for place in places)
 
 
 def source(folder: Path) -> Path:
-    for path in PATHS:
+    for path in PATHS - ADDED.keys():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text(path, changed=False))
     return folder

@@ -276,17 +276,16 @@ def test_the_changes_are_made_once_and_add_their_files(tmp_path: Path) -> None:
     assert added.read_text() == (ROOT / "native/cuda/fattn-share.h").read_text()
 
 
-def test_a_build_makes_them_only_if_it_is_asked_to(tmp_path: Path) -> None:
-    """And then in a tree of its own: changes are not taken back."""
-    assert changes.OPTIONAL == {"row-blocks": ROW_BLOCKS}
-    assert not set(ROW_BLOCKS) & set(changes.CHANGES)
-    added = "ggml/src/ggml-cuda/fattn-share.h"
-    for name, wanted in (("source-1.2", []), ("source-1.2-row-blocks", ["row-blocks"])):
-        tree = tmp_path / "native" / name / "source" / "bindings" / "vendor" / "llama.cpp"
-        small_tree(tree, changes.CHANGES + ROW_BLOCKS)
-        assert build_native._source(None, "llama-cpp-python==1.2", tmp_path, wanted) == tree
-        assert (tree / added).exists() == bool(wanted)
-    (tree / "include").mkdir()
-    (tree / "include" / "llama.h").touch()
-    with pytest.raises(BuildFailed, match="as it is"):
-        build_native._source(tree, "llama-cpp-python==1.2", tmp_path, ["row-blocks"])
+def test_another_version_of_the_changes_gets_another_tree(tmp_path: Path) -> None:
+    """Changes are not taken back: a tree that an earlier Hydra changed is fetched anew, not built upon."""
+    assert set(ROW_BLOCKS) <= set(changes.CHANGES)
+    name = f"source-1.2-{changes.digest()}"
+    tree = tmp_path / "native" / name / "source" / "bindings" / "vendor" / "llama.cpp"
+    small_tree(tree, changes.CHANGES)
+    assert build_native._source(None, "llama-cpp-python==1.2", tmp_path) == tree
+    assert (tree / "ggml/src/ggml-cuda/fattn-share.h").exists()
+    earlier = tmp_path / "native" / "source-1.2-row-blocks"
+    (tmp_path / "native" / name).rename(earlier)
+    with pytest.raises(BuildFailed, match="could not fetch"):  # there is no such version
+        build_native._source(None, "llama-cpp-python==1.2", tmp_path)
+    assert not earlier.exists()

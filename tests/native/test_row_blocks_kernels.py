@@ -1,4 +1,4 @@
-"""The attention kernels that a build with row-blocks compiles, run on emulated threads: every line of them but the assembler."""
+"""The attention kernels that a build compiles for row blocks, run on emulated threads: every line of them but the assembler."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tree() -> Path:
     """The pinned source, changed; the home is that of the other soak tests."""
     home = ROOT / "build" / "native-soak"
     home.mkdir(parents=True, exist_ok=True)
-    return build_native._source(None, llama_source.pinned(build_native.REQUIREMENTS), home, ["row-blocks"])
+    return build_native._source(None, llama_source.pinned(build_native.REQUIREMENTS), home)
 
 
 def prepare(tree: Path, folder: Path) -> None:

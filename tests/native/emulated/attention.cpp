@@ -154,9 +154,9 @@ static void check_rules() {
         memcpy(dst.op_params + 2, &softcap, sizeof(softcap));
         return ggml_cuda_fattn_shall_use_visible(card, &dst);
     };
-    assert(shall(2, 8192) && shall(256, 262144));
-    assert(!shall(1, 8192) && !shall(257, 8192) && !shall(8, 7936) && !shall(8, 8200));
-    assert(!shall(8, 8192, 2) && !shall(8, 8192, 1, 30.0f) && !shall(8, 8192, 1, 0.0f, -1));
+    assert(shall(2, 65536) && shall(256, 262144));
+    assert(!shall(1, 65536) && !shall(257, 65536) && !shall(8, 65280) && !shall(8, 65544));
+    assert(!shall(8, 65536, 2) && !shall(8, 65536, 1, 30.0f) && !shall(8, 65536, 1, 0.0f, -1));
     const auto width = [](int rows, int most) {
         ggml_tensor dst{};
         dst.op_params[FATTN_VISIBLE_ROWS_PARAM] = rows;
