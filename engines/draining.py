@@ -10,6 +10,7 @@ import http.client
 import json
 import time
 from datetime import datetime
+from typing import Any
 
 from engines import loading, services
 from engines.choices import EngineState, StopReason
@@ -53,19 +54,32 @@ def unload_idle(host_name: str) -> int:
 
 def running(engine_id: int) -> int:
     """Requests that run on an engine of this host; 0 for one that does not answer, whose requests have ended with it."""
+    try:
+        slots = slots_of(engine_id)
+    except ConnectionRefusedError:
+        return 0
+    # One that does not tell may be at work and slow; its deadline bounds that.
+    return 1 if slots is None else sum(bool(slot["is_processing"]) for slot in slots)
+
+
+def slots_of(engine_id: int) -> list[dict[str, Any]] | None:
+    """What an engine of this host says of its slots: none for one without a process, None for one that does not tell.
+
+    Raises ConnectionRefusedError where its process is gone.
+    """
     engine = Engine.objects.select_related("host").filter(pk=engine_id, http_port__isnull=False).first()
     if engine is None:
-        return 0
+        return []
     connection = http.client.HTTPConnection(engine.host.address, engine.http_port, timeout=SLOTS_TIMEOUT_S)
     secret = http_secret(engine.rpc_secret, engine.host.address)
     try:
         connection.request("GET", "/slots", headers={"Authorization": f"Bearer {secret}"} if secret else {})
         slots = json.loads(connection.getresponse().read(MAX_SLOTS_BYTES))
-        return sum(bool(slot["is_processing"]) for slot in slots)
+        return [{key: slot[key] for key in ("is_processing", "cached_tokens")} for slot in slots]
     except ConnectionRefusedError:
-        return 0
+        raise
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-        return 1  # It may be at work and slow; its deadline bounds that.
+        return None
     finally:
         connection.close()
 

@@ -11,6 +11,8 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
+
 from engines import detached, native_library
 from engines.config import ConfigInvalid, EngineConfig
 from engines.copy_environment import copy_environment
@@ -24,10 +26,12 @@ __all__ = [
     "engine_environment",
     "find",
     "fits",
+    "has_library",
     "health",
     "last_words",
     "launch",
     "library_environment",
+    "library_of",
     "loaded_share",
     "read_config",
     "reap",
@@ -99,6 +103,19 @@ def library_environment(home: Path, card_arch: str) -> dict[str, str]:
         return {}
     build = native_library.choose(home, card_arch or native_library.CPU, package)
     return {} if build is None else {native_library.LIBRARY_VARIABLE: str(build.library_path)}
+
+
+def has_library(home: Path, card_arch: str) -> bool:
+    """Whether an engine on this card gets another llama.cpp than the bindings' own, which has code for none."""
+    return bool(os.environ.get(native_library.LIBRARY_VARIABLE) or library_environment(home, card_arch))
+
+
+def library_of(process: ProcessRecord) -> str | None:
+    """The folder of the llama.cpp that a running engine was told to load, "" for the bindings' own; None when nobody can tell."""
+    try:
+        return psutil.Process(process.pid).environ().get(native_library.LIBRARY_VARIABLE, "")
+    except psutil.Error:
+        return None
 
 
 def find(directory: Path) -> ProcessRecord | None:

@@ -92,11 +92,12 @@ def want(model_name: str | None) -> LoadView:
 
 def _coming(wish: LoadWish) -> Engine | None:
     """An engine of the model that serves by now, or will without anybody doing more."""
-    due = Q(state__in=[EngineState.READY, EngineState.STARTING]) | Q(state=EngineState.STOPPED, wanted=Wanted.RUNNING)
+    coming_back = (EngineState.DRAINING, EngineState.STOPPING, EngineState.STOPPED)
+    due = Q(state__in=[EngineState.READY, EngineState.STARTING]) | Q(state__in=coming_back, wanted=Wanted.RUNNING)
     engines = Engine.objects.select_related("host", "gpu").filter(
         due, variant__model_id=wish.model_id, host__state="up", host__duty="active", takes_new=True
     )
-    return min(engines, key=lambda engine: engine.state == EngineState.STOPPED, default=None)
+    return min(engines, key=lambda engine: engine.state in coming_back, default=None)
 
 
 def _refuse_unwanted(wish: LoadWish) -> None:

@@ -170,6 +170,16 @@ def drain(engine_id: int, reason: StopReason) -> bool:
         return _command(engine_id, "engines.tasks.drain_engine", wanted=Wanted.STOPPED, stop_reason=reason)
 
 
+def renew(engine_id: int) -> bool:
+    """Ask for the engine to finish what it has, to stop and to start again, as what is wanted of it says. False when it does not
+    serve, or is not to."""
+    with transaction.atomic():
+        serving = Q(pk=engine_id, state=EngineState.READY, wanted=Wanted.RUNNING, takes_new=True)
+        if not engine_rows.change(serving, EngineState.DRAINING):
+            return False
+        return _command(engine_id, "engines.tasks.drain_engine")
+
+
 def suspect(endpoint: EngineEndpoint) -> bool:
     """Somebody could not reach this engine: no more requests go there, and its head looks at once, not at the next probe.
 

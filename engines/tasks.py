@@ -19,6 +19,7 @@ from engines import (
     loading,
     loading_exact,
     missing_files,
+    renewal,
     services,
     store_rows,
     store_watch,
@@ -47,6 +48,8 @@ def start_engine(engine_id: int, epoch: int) -> None:
         return
     if task.refusal:
         engine_rows.give_up(engine_id, epoch, task.refusal)
+        return
+    if renewal.waits_for_library(task):
         return
     task = loading_exact.refitted(task)
     if task is None:
@@ -119,6 +122,7 @@ def probe_host(host_name: str) -> None:
         watch.look_at_host(host_name, Path(settings.HYDRA_HOME) / "engines")
         services.reconcile(host_name, leaving.idle_engines())
         draining.unload_idle(host_name)
+        renewal.renew_idle(host_name)
         inventory = pulse.current_inventory()
         pools.record_probe(host_name, inventory.host, inventory.gpus, inventory.unreadable)
     finally:

@@ -1,8 +1,12 @@
-"""What of a host wants a person's look: another release, a clock that is off, cards that cannot be read."""
+"""What of a host wants a person's look: another release, a clock that is off, cards that cannot be read, builds of llama.cpp that
+failed or that its engines have not taken yet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from engines.services import EngineView
+from pools.choices import JobState
+from pools.jobs import JobView
 from pools.services import HostView
 
 # Commands expire after some seconds, by the clock of the machine that takes them.
@@ -38,3 +42,39 @@ def host_warnings(host: HostView) -> Iterator[Attention]:
     for gpu in host.gpus:
         if gpu.problem and gpu.problem != host.problem:
             yield Attention("warning", f"{gpu.name} of {host.name}", f"{gpu.problem}.", gpu.problem_hint)
+
+
+def build_warnings(
+    hosts: Iterable[HostView], engines: Iterable[EngineView], builds: Iterable[JobView]
+) -> Iterator[Attention]:
+    """The warnings about builds of these hosts, each the newest for its architectures."""
+    by_name = {host.name: host for host in hosts}
+    running = [engine for engine in engines if engine.state == "ready" and engine.ready_at is not None]
+    for build in builds:
+        host = by_name.get(build.host)
+        if host is None:
+            continue
+        if build.state == JobState.FAILED:
+            said = build.message.strip().splitlines() or ["it did not say why"]
+            hint = f"{build.hint} Ask for it again under Jobs in the admin, or delete it there.".strip()
+            yield Attention(
+                "warning", f"llama.cpp for {build.subject} on {host.name}", f"was not built: {said[-1]}", hint
+            )
+        elif build.result.get("built") != "before":
+            for engine in running:
+                if _came_before(engine, build, host):
+                    message = "runs with another llama.cpp than the one that was built for its device since it started."
+                    hint = (
+                        "It takes that by itself once nobody has asked it for a minute, if its host has a store for what it"
+                        " keeps; else when you start it again."
+                    )
+                    yield Attention("warning", f"Engine {engine.name}", message, hint)
+
+
+def _came_before(engine: EngineView, build: JobView, host: HostView) -> bool:
+    """Whether the engine was up before a library for its device was."""
+    device = next((gpu for gpu in host.gpus if gpu.id == engine.gpu_id), None)
+    arch = device.arch if device is not None and device.kind == "cuda" else "cpu"
+    if engine.host_id != host.id or arch not in build.subject.split():
+        return False
+    return engine.ready_at is not None and build.ended_at is not None and engine.ready_at < build.ended_at

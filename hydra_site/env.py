@@ -23,6 +23,7 @@ STORE_SHARE = 4
 MIN_STORE_BYTES = 16 << 20
 MAX_STORE_BYTES = 1 << 46
 MAX_RETENTION_DAYS = 3650
+NATIVE_BUILDS = ("auto", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DATABASE_SCHEMES = ("postgres", "postgresql")
 BROKER_SCHEMES = ("redis", "rediss", "valkey", "valkeys")
@@ -81,6 +82,12 @@ SETTINGS: tuple[Setting, ...] = (
         "lan",
         "text",
         "Where models may be downloaded from by URL: public; lan = private networks, too; any = this machine, too.",
+    ),
+    Setting(
+        "HYDRA_NATIVE_BUILDS",
+        "auto",
+        "text",
+        "Whether a start asks for llama.cpp built for this host's CPU and cards, once for each release: auto, or off.",
     ),
     Setting("HYDRA_SOURCE_URL", "", "text", "Where this site's source is offered (AGPL); unset = a page of the site."),
     Setting("HYDRA_LOG_LEVEL", "INFO", "log_level", "How much the logs tell: DEBUG, INFO, WARNING, ERROR or CRITICAL."),
@@ -221,6 +228,14 @@ def download_from(environ: Mapping[str, str] | None = None) -> str:
     return value
 
 
+def native_builds(environ: Mapping[str, str] | None = None) -> str:
+    """Whether builds of llama.cpp are asked for at a start. Raises SettingError."""
+    value = raw("HYDRA_NATIVE_BUILDS", environ)
+    if value not in NATIVE_BUILDS:
+        raise SettingError("HYDRA_NATIVE_BUILDS", value, f"give one of {', '.join(NATIVE_BUILDS)}")
+    return value
+
+
 def _shared_memory_bytes() -> int:
     """What /dev/shm may hold, or the machine's memory if that is less; 0 where there is no /dev/shm."""
     try:
@@ -254,6 +269,7 @@ def check_all(environ: Mapping[str, str] | None = None) -> None:
     store_bytes(environ)
     session_retention_days(environ)
     download_from(environ)
+    native_builds(environ)
 
 
 def engine_host(environ: Mapping[str, str] | None = None) -> str:

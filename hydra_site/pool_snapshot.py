@@ -20,7 +20,7 @@ from engines.config import SlotView
 from engines.errors import EngineUnreachable
 from engines.services import EngineView, engine_views
 from engines.store_rows import StoreView, store_views
-from hydra_site.attention import Attention, host_warnings
+from hydra_site.attention import Attention, build_warnings, host_warnings
 from pools import jobs
 from pools.db import in_db
 from pools.release import this_release
@@ -145,7 +145,7 @@ async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sa
         hosts=rows.hosts,
         engines=tuple(cards),
         sessions=rows.sessions,
-        attention=attention_of(rows.hosts, rows.engines, rows.stores),
+        attention=attention_of(rows.hosts, rows.engines, rows.stores, rows.builds),
         stores=rows.stores,
         work=rows.work,
         session_pages=rows.session_pages,
@@ -163,6 +163,7 @@ class _Rows:
     sessions: tuple[ChatView, ...]
     stores: tuple[StoreView, ...]
     work: tuple[Work, ...]
+    builds: tuple[jobs.JobView, ...]
     session_pages: tuple[SessionPage, ...]
 
 
@@ -173,6 +174,7 @@ def _read_rows() -> _Rows:
         sessions=recent_sessions(RECENT_SESSIONS),
         stores=store_views(),
         work=_work(),
+        builds=jobs.ended_builds(),
         session_pages=tuple(
             SessionPage(detail.id, detail.key_hash, detail.scope)
             for detail in session_details(None, None, RECENT_SESSIONS)
@@ -234,7 +236,10 @@ def sample_of(taken_at: datetime, cards: list[EngineCard]) -> Sample:
 
 
 def attention_of(
-    hosts: tuple[HostView, ...], engines: tuple[EngineView, ...], stores: tuple[StoreView, ...] = ()
+    hosts: tuple[HostView, ...],
+    engines: tuple[EngineView, ...],
+    stores: tuple[StoreView, ...] = (),
+    builds: tuple[jobs.JobView, ...] = (),
 ) -> tuple[Attention, ...]:
     """What wants a decision, failures first; empty when all is well."""
     hosts = tuple(host for host in hosts if host.duty != "retired")
@@ -265,7 +270,8 @@ def attention_of(
             hint = "It is asked again every few seconds, and restarted if it stays silent."
             message = engine.last_error or "does not answer its health check."
             found.append(Attention("warning", f"Engine {engine.name}", message, hint))
-    return (*found, *(one for host in hosts if host.id not in lost for one in host_warnings(host)))
+    there = [host for host in hosts if host.id not in lost]
+    return (*found, *(one for host in there for one in host_warnings(host)), *build_warnings(there, engines, builds))
 
 
 # What differs from owner to owner.

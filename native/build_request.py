@@ -48,7 +48,7 @@ def request_key(archs: tuple[str, ...]) -> str:
     found = toolkits.find_toolkits() if archs != (CPU,) else []
     parts = {
         "package": llama_source.pinned(REQUIREMENTS),
-        "changes": repr(changes.CHANGES),
+        "changes": changes.digest(),
         "cmake": [(FOLDER / name).read_text() for name in ("CMakeLists.txt", "CMakePresets.json")],
         "archs": archs,
         "compiler": compiler_line(),

@@ -19,6 +19,8 @@ from pools.model_tags import is_projector, projector_tags
 
 PROJECT_DIR = Path(__file__).resolve().parent.parent
 KEPT_LOGS = 50
+# Behind everything else on the machine: engines serve meanwhile.
+BUILD_NICENESS = 19
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ def command(job: JobView, home: Path) -> list[str]:
     """The process that does it."""
     if job.kind == JobKind.BUILD:
         archs = [argument for arch in job.reference.split() for argument in ("--arch", arch)]
-        return [sys.executable, "-m", "native.build_native", "--json", "--home", str(home), *archs]
+        options = ["--json", "--nice", str(BUILD_NICENESS), "--home", str(home)]
+        return [sys.executable, "-m", "native.build_native", *options, *archs]
     return [sys.executable, "-m", "pools.fetch", job.reference, str(home / "models")]
 
 

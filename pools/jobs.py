@@ -174,6 +174,19 @@ def newest(host_name: str, kind: JobKind, subject: str) -> JobView | None:
     return None if job is None else _view(job)
 
 
+def newest_build(host_name: str, arch: str) -> JobView | None:
+    """The last native build of a host that was for this architecture, perhaps with others; None if there was none."""
+    builds = Job.objects.select_related("host").filter(host__name=host_name, kind=JobKind.BUILD, subject__contains=arch)
+    return next((_view(job) for job in builds[:SHOWN_JOBS] if arch in job.subject.split()), None)
+
+
+def ended_builds() -> tuple[JobView, ...]:
+    """Of each host and each set of architectures the newest native build, if it is done or has failed."""
+    builds = Job.objects.select_related("host").filter(kind=JobKind.BUILD)
+    newest = builds.order_by("host_id", "subject", "-pk").distinct("host_id", "subject")
+    return tuple(_view(job) for job in newest if job.state in (JobState.DONE, JobState.FAILED))
+
+
 def job_views(host_name: str | None = None, *, only_open: bool = False) -> tuple[JobView, ...]:
     """The newest jobs, at most SHOWN_JOBS."""
     jobs = Job.objects.select_related("host")

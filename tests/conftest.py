@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HYDRA_HOME"] = str(home)
     # Tests that want a host's store say so; else every look at a host would start one.
     os.environ["HYDRA_STORE_BYTES"] = "0"
+    # A start of Hydra would compile llama.cpp beside the tests; those that want that say so.
+    os.environ["HYDRA_NATIVE_BUILDS"] = "off"
     # The hub of the tests is on loopback.
     os.environ["HYDRA_DOWNLOAD_FROM"] = "any"
     os.environ["DJANGO_SETTINGS_MODULE"] = "hydra_site.settings"

@@ -42,7 +42,8 @@ class HydraProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HYDRA_", "DJANGO_"))}
         for name in ("DATABASE_URL", "BROKER_URL"):
             kept.pop(name, None)
-        self.environ = {**kept, "HYDRA_HOME": str(home), **environ}
+        # Nothing is compiled beside the tests, but where one asks for it.
+        self.environ = {**kept, "HYDRA_HOME": str(home), "HYDRA_NATIVE_BUILDS": "off", **environ}
 
     def start(self) -> float:
         """Returns the seconds until ready. Raises AssertionError with the output when it does not come up."""

@@ -129,7 +129,7 @@ class Supervisor:
             raise Stopped
 
     def _after_bootstrap(self, stack: Stack) -> None:
-        """Pass on what bootstrap printed: the first admin's password, once, and whether there are API keys."""
+        """Pass on what bootstrap printed: the first admin's password, once, its notes, and whether there are API keys."""
         child = stack.children.get("bootstrap")
         told = child.last_object() if child else {}
         if child:
@@ -137,6 +137,9 @@ class Supervisor:
         if told.get("admin_created") and told.get("admin_password") and not env.text("HYDRA_ADMIN_PASSWORD"):
             user = told.get("admin_user") or "admin"
             self._console.line(f"First login: user {user}, password {told['admin_password']} (shown only now)")
+        notes = told.get("notes")
+        for note in notes if isinstance(notes, list) else []:
+            self._console.stage(str(note))
         if child and not is_loopback(self._options.bind) and not told.get("api_keys"):
             raise KeysRequired(
                 f"HYDRA_BIND={self._options.bind} opens Hydra to other machines, but there is no API key"

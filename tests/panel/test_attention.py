@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 
-from hydra_site.attention import host_warnings
+from hydra_site.attention import build_warnings, host_warnings
 from hydra_site.pool_snapshot import attention_of
+from pools.jobs import JobView
 from pools.services import GpuView, HostView
-from tests.panel.test_pool_snapshot import HOST, NOW
+from tests.panel.test_pool_snapshot import ENGINE, HOST, NOW
 
 CARD = GpuView(
     id=2,
@@ -59,3 +61,47 @@ def test_a_lost_host_has_one_trouble_and_a_retired_one_none() -> None:
     off = dataclasses.replace(HOST, state="lost", clock_offset_s=60.0)
     assert [one.severity for one in attention_of((off,), ())] == ["failure"]
     assert attention_of((dataclasses.replace(off, duty="retired"),), ()) == ()
+
+
+BUILD = JobView(
+    id=1,
+    host="atlas",
+    kind="build",
+    subject="cpu",
+    name="",
+    state="done",
+    stage="",
+    done=140,
+    total=140,
+    message="",
+    hint="",
+    result={"library": "/somewhere", "built": "in 300 s"},
+    created_at=NOW - timedelta(hours=1),
+    started_at=NOW - timedelta(hours=1),
+    ended_at=NOW,
+)
+
+
+def test_a_build_that_failed_is_told_by_its_last_words_and_with_what_to_do() -> None:
+    failed = dataclasses.replace(BUILD, state="failed", message="[3/140] Building\ncc1plus: killed\n", hint="--jobs 1")
+    (warning,) = build_warnings((HOST,), (), (failed,))
+    assert warning.subject == "llama.cpp for cpu on atlas"
+    assert warning.message == "was not built: cc1plus: killed"
+    assert warning.hint.startswith("--jobs 1 Ask for it again")
+    assert list(build_warnings((), (), (failed,))) == [], "its host is gone"
+
+
+def test_an_engine_that_runs_without_the_library_that_was_built_for_it_is_told_until_it_has_it() -> None:
+    before = dataclasses.replace(ENGINE, gpu_id=None, ready_at=NOW - timedelta(minutes=5))
+    (warning,) = build_warnings((HOST,), (before,), (BUILD,))
+    assert warning.subject == f"Engine {ENGINE.name}"
+    host = dataclasses.replace(HOST, gpus=(CARD,))
+    on_card = dataclasses.replace(before, gpu_id=CARD.id)
+    quiet = [
+        (HOST, dataclasses.replace(before, ready_at=NOW + timedelta(seconds=1)), BUILD),
+        (HOST, dataclasses.replace(before, state="draining"), BUILD),
+        (HOST, before, dataclasses.replace(BUILD, result={"built": "before"})),
+        (host, on_card, BUILD),
+    ]
+    assert [list(build_warnings((where,), (engine,), (build,))) for where, engine, build in quiet] == [[]] * 4
+    assert len(list(build_warnings((host,), (on_card,), (dataclasses.replace(BUILD, subject="sm_60 sm_86"),)))) == 1

@@ -18,14 +18,13 @@ from django.test import Client
 
 from engines import launch
 from hydra_site.celery import app
-from native.changes import CHANGES
 from pools import job_process, job_runner, jobs, services, tasks
 from pools.choices import JobKind
 from pools.errors import HostUnknown
 from pools.job_admin import checked_subject
 from pools.models import Job, Model, Variant, VariantFile
 from tests.local_hub import COMMIT, LocalHub
-from tests.native.small_source import write_source
+from tests.native.small_source import write_pinned_source
 from tests.rows import CPU, HOST, add_model
 from tests.synthetic_gguf import SyntheticModel
 
@@ -205,13 +204,9 @@ def test_a_build_that_cannot_be_made_says_why(home: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
-def test_a_build_becomes_what_the_hosts_engines_load(home: Path) -> None:
-    # Where an earlier build left the source of the pinned bindings; here with what we change in it.
-    tree = write_source(home / "native" / "source-0.3.36" / "source" / "x" / "vendor" / "llama.cpp")
-    for change in CHANGES:
-        (tree / change.path).parent.mkdir(parents=True, exist_ok=True)
-        with (tree / change.path).open("a") as file:
-            file.write(f"/*\n{change.old}\n*/\n")
+def test_a_build_becomes_what_the_hosts_engines_load(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_runner, "BUILD_NICENESS", 0)  # else it waits for the tests beside it
+    write_pinned_source(home)
     job_id = jobs.enqueue("here", JobKind.BUILD, "cpu")
     tasks.run_job(job_id)
     job = told(job_id)

@@ -97,7 +97,7 @@ def test_bootstrap_writes_admin_host_model_and_engine_and_can_be_repeated(
     assert (Model.objects.get().name, Model.objects.get().is_default) == ("smollm2-135m", True)
 
     second = outcome(manage("bootstrap", HYDRA_ENGINE_CONTEXT="512", HYDRA_ADMIN_PASSWORD="other"))
-    assert second == {"admin_created": False, "admin_password": None, "api_keys": 0}
+    assert second == {"admin_created": False, "admin_password": None, "api_keys": 0, "notes": []}
     assert Engine.objects.get().context_tokens == 512
     admin.refresh_from_db()
     assert not admin.check_password("other")

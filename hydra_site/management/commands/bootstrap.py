@@ -1,7 +1,7 @@
 """`manage.py bootstrap`: brings the database of a home to where this release and the settings want it.
 
 Runs at every start, before anything else writes. Its last line of output is one JSON object: `admin_created`,
-`admin_password` (only when it was made up here) and `api_keys` (how many open the API).
+`admin_password` (only when it was made up here), `api_keys` (how many open the API) and `notes` (lines for who starts it).
 """
 
 import json
@@ -18,6 +18,7 @@ from django.core.management.base import BaseCommand, CommandError
 from engines import services as engines
 from hydra_site import env, host_grants
 from hydra_site.host_start import start_host
+from hydra_site.native_builds import ask_for_builds
 from pools import catalogue, fetch, job_runner
 from pools import services as pools
 from pools.errors import ModelUnknown, PoolError
@@ -40,13 +41,15 @@ class Command(BaseCommand):
         call_command("migrate", interactive=False, verbosity=0)
         host_grants.refresh_grants()
         created, password = make_admin()
-        pools.record_probe(settings.HYDRA_HOST_NAME, read_host(), read_gpus())
+        devices = read_gpus()
+        pools.record_probe(settings.HYDRA_HOST_NAME, read_host(), devices)
         host_id = pools.join_host(settings.HYDRA_HOST_NAME, settings.HYDRA_ENGINE_HOST)
         make_engine(host_id, register_default_model())
         sessions.sweep_turns()
         start_host()
-        outcome = {"admin_created": created, "admin_password": password, "api_keys": api_keys.count_valid_keys()}
-        self.stdout.write(json.dumps(outcome))
+        notes = ask_for_builds(settings.HYDRA_HOST_NAME, Path(settings.HYDRA_HOME), devices)
+        admin = {"admin_created": created, "admin_password": password}
+        self.stdout.write(json.dumps({**admin, "api_keys": api_keys.count_valid_keys(), "notes": notes}))
 
 
 def make_admin() -> tuple[bool, str | None]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import SUPPRESS, ArgumentParser
+from pathlib import Path
 from typing import Any
 
 from django.conf import settings
@@ -16,6 +17,7 @@ from redis.exceptions import RedisError
 
 from hydra_site import env
 from hydra_site.host_start import start_host
+from hydra_site.native_builds import ask_for_builds
 from hydra_site.supervisor.console import Console
 from hydra_site.supervisor.errors import SupervisorError
 from hydra_site.supervisor.head import HeadSupervisor, options_of
@@ -73,6 +75,7 @@ class Command(BaseCommand):
         start_host()
         inventory = read_inventory()
         pools.record_probe(settings.HYDRA_HOST_NAME, inventory.host, inventory.gpus, inventory.unreadable)
+        ask_for_builds(settings.HYDRA_HOST_NAME, Path(settings.HYDRA_HOME), inventory.gpus)
 
 
 class _NotYet(Exception):
