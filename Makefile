@@ -32,7 +32,9 @@ lint: $(STAMPS)/dev
 peer: $(STAMPS)/venv
 	@$(BIN)/python -m native.build_peer requirements/llama.txt build/peer
 
+# Measures what users get: the library that a start builds for this CPU, made once.
 bench: peer $(STAMPS)/llama $(STAMPS)/run
+	$(BIN)/python manage.py build-native --arch cpu
 	$(BIN)/python -m bench engine
 	$(BIN)/python -m bench prefix
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import engine, handoff, kv, kv_host, park, pd, placement, prefix, router, spec, store
+from bench import engine, handoff, kv, kv_host, library, park, pd, placement, prefix, router, spec, store
 from bench.errors import BenchError
 from bench.servers import model_path, setting
 from bench.vocabulary import ROOT
@@ -25,6 +25,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", default=str(ROOT / "build" / "peer"), help="folder of `make peer`, or none")
     parser.add_argument("--threads", type=int, default=0, help="compute threads of both; 0: all cores but one")
     parser.add_argument("--gpu-layers", type=int, default=0, help="layers on the GPU in both; -1: all")
+    parser.add_argument("--library", default=library.AUTO, metavar="NAME|FOLDER", help=library.HELP)
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of EngineConfig")
     parser.add_argument("--peer-argument", action="append", default=[], help="further one of llama-server, as =--flag")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "bench-logs", help="folder of the servers' logs")
@@ -78,6 +79,9 @@ def main(arguments: list[str]) -> int:
         if options.command == "model":
             print(model_path(options.name))
             return 0
+        if BENCHES[options.command].has_servers:
+            library.use_library(options.library, options.gpu_layers)
+            print(f"library of our engine: {library.library_in_use()}", file=sys.stderr, flush=True)
         answer = BENCHES[options.command].run(options)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)

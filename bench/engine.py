@@ -15,6 +15,7 @@ from typing import Any
 from bench import ceiling
 from bench.errors import BenchError
 from bench.grid import COLUMNS, Cell, CellResults, last_line, make_cells, table_row
+from bench.library import library_in_use
 from bench.load import Prompts, Request, client_session, drive
 from bench.measures import Measures
 from bench.report import print_table
@@ -100,6 +101,7 @@ class Comparison:
     def details(self) -> dict[str, Any]:
         return {
             "model": self.settings.model.name,
+            "library": library_in_use(),
             "machine": f"{platform.node()}, {os.cpu_count()} cores",
             "threads": self.settings.threads,
             "gpu_layers": self.settings.gpu_layers,
@@ -162,6 +164,9 @@ def run(options: argparse.Namespace, model: Path, peer: Path | None) -> dict[str
     comparison.run()
     measured = [result for result in comparison.results if HYDRA in result.rounds]
     rows = [[*table_row(r), ceiling.rate(comparison.ceiling, r.cell)] for r in measured]
-    title = f"{model.name}, {settings.threads} threads, {settings.gpu_layers} GPU layers, {settings.slots} slots"
+    title = (
+        f"{model.name}, {settings.threads} threads, {settings.gpu_layers} GPU layers, {settings.slots} slots;"
+        f" our library: {library_in_use()}"
+    )
     print_table(title, [*COLUMNS, "ceiling"], rows)
     return last_line(comparison.results)
