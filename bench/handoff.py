@@ -30,7 +30,7 @@ from bench.measures import median
 from bench.report import print_table
 from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving
 from engines.rpc_handoff import HandoffClient
-from engines.wire_handoff import HandoffAnswer, HandoffBody
+from engines.wire_handoff import AskBody, HandoffAnswer, HandoffBody
 
 SECRET = "a secret of this bench alone"
 PATH = "/v1/chat/completions"
@@ -60,6 +60,9 @@ class Move:
     way: str
     idle_phases_ms: dict[str, float]
     live_phases_ms: dict[str, float]
+    # When what happened in the pause: at the source since its stop, at the target since its manifest.
+    source_marks_ms: dict[str, float] = field(default_factory=dict)
+    target_marks_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def wall_vs_copy(self) -> float:
@@ -201,7 +204,9 @@ class _Bench:
         reading = asyncio.ensure_future(stream.read(home, away))
         await stream.until(BEFORE_TOKENS, reading)
         live = await self._handoff(home, away, stream.session)
+        fence = self._fence
         await stream.until(len(stream.arrivals) + AFTER_TOKENS, reading)
+        marks_ms = await _marks_ms(away, fence)
         reading.cancel()
         await asyncio.wait((reading,))
         idle, copy_s = await self._idle_moves(away, home, stream.session)
@@ -221,6 +226,8 @@ class _Bench:
             way=idle.way,
             idle_phases_ms=idle.phases_ms,
             live_phases_ms=live.phases_ms,
+            source_marks_ms=live.marks_ms,
+            target_marks_ms=marks_ms,
         )
 
     async def _idle_moves(self, away: Side, home: Side, session: str) -> tuple[HandoffAnswer, float]:
@@ -316,6 +323,12 @@ class _Stream:
         return pause_s, pause_s / usual_s if usual_s else 0.0
 
 
+async def _marks_ms(target: Side, fence: int) -> dict[str, float]:
+    """All that a target noted of a live move, its first step and frame too, which come behind its answer."""
+    async with HandoffClient("127.0.0.1", target.rpc_port, secret=SECRET) as client:
+        return (await client.adopt_ask(AskBody(f"h{fence}", fence))).marks_ms
+
+
 async def _written_beside(web: aiohttp.ClientSession, side: Side, prompts: Prompts, place: int) -> None:
     """One neighbour of the conversations that move: an answer after the other, until it is cancelled."""
     while True:
@@ -373,13 +386,18 @@ def _cells(move: Move) -> list[str]:
 
 def _show(moves: list[Move]) -> None:
     print_table("handoffs", COLUMNS, [_cells(move) for move in moves])
-    for kind, found in (
-        ("idle", [move.idle_phases_ms for move in moves]),
-        ("live", [move.live_phases_ms for move in moves]),
+    for title, found in (
+        ("milliseconds of idle moves", [move.idle_phases_ms for move in moves]),
+        ("milliseconds of live moves", [move.live_phases_ms for move in moves]),
+        (
+            "pauses: when what happened at the source, in milliseconds since the stop",
+            [move.source_marks_ms for move in moves],
+        ),
+        ("the same at the target, since the manifest began to come", [move.target_marks_ms for move in moves]),
     ):
         names = list(dict.fromkeys(name for phases in found for name in phases))
         rows = [
             [move.model, str(move.tokens), move.way, *(f"{phases.get(name, 0.0):.2f}" for name in names)]
             for move, phases in zip(moves, found, strict=True)
         ]
-        print_table(f"milliseconds of {kind} moves", ("model", "tokens", "way", *names), rows)
+        print_table(title, ("model", "tokens", "way", *names), rows)

@@ -58,6 +58,11 @@ class Exchange:
 
     # --- the request's payload ------------------------------------------------------------------
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of the payload's next bytes so many have come."""
+        return min(self._stream.waiting_bytes, self.unread_bytes)
+
     async def body(self) -> bytes:
         """The whole payload. Kept memory grows with what has come, not with what was announced."""
         parts = bytearray()

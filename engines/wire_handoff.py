@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from engines import api_constraint
 
 # How a move's exchanges and manifest are written. Engines that say nothing of it are of form 1; form 2 has no windows as
-# checkpoints.
-FORM = 4
-# In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits).
-PLACE = struct.Struct("<Q16s")
+# checkpoints, form 4 no rehearsals.
+FORM = 5
+# In ADOPT_REST of a move whose pieces lie on a shelf: where the next one lies, and its XXH3 (128 bits), which may come later.
+PLACE_OFFSET, PLACE_PROOF_BYTES = struct.Struct("<Q"), 16
+PLACE_BYTES = PLACE_OFFSET.size + PLACE_PROOF_BYTES
 # An exchange brings at most so many; places that are none fill one up that ends before it has as many as were announced.
 PLACES = 16
 NO_PLACE = (1 << 64) - 1
@@ -40,7 +41,8 @@ class HandoffAnswer:
     """What was moved. `kind` is live or idle. `pause_ms` is from the stop until the target had everything, 0 of an idle one;
     `pause_steps` the same in steps of the source. `total_bytes` is what copying all of the state at once would have sent, of
     which the target held `skipped_bytes`; `hidden_bytes` had gone before the first token of the answer was drawn. `send_s` were
-    spent on sending, `phases_ms` on the parts of the move; `way` is shelf (memory of the host that both map) or stream."""
+    spent on sending, `phases_ms` on the parts of the move; `way` is shelf (memory of the host that both map) or stream. When
+    what happened in the pause: `marks_ms` here, from the stop on, `target_marks_ms` there, from its manifest on."""
 
     kind: str
     tokens: int
@@ -55,6 +57,8 @@ class HandoffAnswer:
     send_s: float = 0.0
     way: str = "stream"
     phases_ms: dict[str, float] = field(default_factory=dict)
+    marks_ms: dict[str, float] = field(default_factory=dict)
+    target_marks_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,20 +137,23 @@ class BlockHead:
 @dataclass(frozen=True)
 class AdoptedAnswer:
     """`state` is open (pieces are awaited), going (the generation runs here, or the idle state is in its slot) or over. Of the
-    pieces that came `entered` are not needed on the shelf any more."""
+    pieces that came `entered` are not needed on the shelf any more. `marks_ms`: when what happened behind the manifest."""
 
     state: str
     tokens: int = 0
     entered: int = 0
+    marks_ms: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AskBody:
     """How a move stands at the target; with `drop` it ends there unless the generation goes on already, and with `resumed` also
-    then: it goes on at the source. With `wait` the answer comes when nothing of what was sent is on its way in any more."""
+    then: it goes on at the source. With `wait` the answer comes when nothing of what was sent is on its way in any more; with
+    `rehearse_rows`, before the source stops, when the target has tried as well what a step of so many rows a choice is like."""
 
     handoff: str
     fence: int
     drop: bool = False
     wait: bool = False
     resumed: bool = False
+    rehearse_rows: int = 0

@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engines.config import EngineConfig, SlotView
-from engines.errors import DecodeFailed, EngineError, EngineLoading, EngineStopping
+from engines.errors import DecodeFailed, EngineError, EngineLoading, EngineStopping, ModelLoadFailed
 from engines.runtime import memory
 from engines.runtime.admission import Admission
 from engines.runtime.drawing import Drawing
 from engines.runtime.errands import ErrandQueue, Work
+from engines.runtime.first_steps import FirstSteps
 from engines.runtime.generation import Generation, Piece
 from engines.runtime.host_moves import HostMoves
 from engines.runtime.landing import Landing
@@ -65,6 +66,7 @@ class EngineCore(threading.Thread):
         self._wake = self._waiting.changed
         self._errands = ErrandQueue(self._wake)
         self._cache: PrefixCache | None = None
+        self._first_steps = FirstSteps()
         self.speculation: Speculation | None = None
         # None with a reason where llama.cpp lays out states in an unknown way, so that none may leave or enter.
         self.codec: StateCodec | None = None
@@ -117,7 +119,8 @@ class EngineCore(threading.Thread):
             self._load()
             self._serve()
         except Exception as error:
-            log.exception("the engine's core ended")
+            # What cannot be loaded says in a line why; where in our code that was is nobody's business.
+            log.error("the engine's core ended: %s", error, exc_info=not isinstance(error, ModelLoadFailed))
             self.failure, self.state = error, "failed"
         finally:
             self._end_all(EngineStopping("The engine is shutting down."))
@@ -215,9 +218,14 @@ class EngineCore(threading.Thread):
         if not rows:
             return False
         started, work = time.monotonic(), StepWork.of(rows)
+        first = self._first_steps.among(rows)
         computing = self.speculation.clock() if self.speculation else 0.0
         if self._decode(rows):
             self._draw(rows)
+            if first:
+                # Told at once: their clients have waited since they stopped elsewhere, and the next step may begin late.
+                self._first_steps.note(first, started)
+                self.write_text()
             if work is not None:
                 resident_tokens = self.cache.ledger.count - self.cache.ledger.free
                 acceptance = self.speculation.length.prior if self.speculation and work.drafted else 0.0
@@ -230,6 +238,8 @@ class EngineCore(threading.Thread):
         for row in rows:
             if row.draws:
                 self._drawing.take_tokens(row)
+        if self.speculation:
+            self.speculation.drawn(rows)
         self._drawing.count_tokens()
         if not self._computes_apart:
             self._outbox.write()
@@ -253,7 +263,7 @@ class EngineCore(threading.Thread):
         if status == 0:
             for row in rows:
                 _append(row)
-            hidden = self.speculation.hidden_rows(batch.count) if self.speculation and span is None else None
+            hidden = self.speculation.hidden_rows(rows, batch.count) if self.speculation else None
             for row in rows:
                 self._advance(row, hidden)
             return True
@@ -327,6 +337,7 @@ class EngineCore(threading.Thread):
     def begin_moved(self, slot: Slot, generation: Generation) -> None:
         """The generation goes on in the idle slot that has its state."""
         self._admission.begin_moved(slot, generation)
+        self._first_steps.expect(generation)
 
     def end_moved(self, generation: Generation) -> None:
         """Ends a generation that goes on elsewhere; it must stand in no slot any more."""

@@ -19,6 +19,7 @@ from engines.runtime.text import TextAssembler
 from engines.runtime.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
+    from engines.runtime.handoff_marks import Marks
     from engines.runtime.landing import Incoming
 
 
@@ -146,6 +147,7 @@ class Generation:
     Whoever reads one that `counts_pieces` numbers what is made of them, so that they go along when it moves.
     `incoming` is what the host's store has of the prompt; bringing it in took `restore_s`. Steps with chunks of prompts
     had taken `prompts_before_s` in all when it got its slot; since then `computed_s` for its own, `prompt_wait_s` for others'.
+    Of one that came and has not said anything here, `marks` are its move's.
     """
 
     request_id: str
@@ -192,6 +194,7 @@ class Generation:
     prompts_before_s: float | None = None
     computed_s: float = 0.0
     prompt_wait_s: float = 0.0
+    marks: Marks | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.tokens: list[int] = list(self.prompt)

@@ -9,34 +9,46 @@ from dataclasses import replace
 from engines.errors import StateInvalid
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.preparation import Preparation
-from engines.runtime.state_adopt import Adopting, begin_together
+from engines.runtime.state_adopt import Adopting
 from engines.runtime.state_dock import Dock
 from engines.runtime.state_snapshot import EndedChoice, GenerationState, Manifest, resumed, said_pieces
+from engines.runtime.state_together import begin_together
+
+Making = asyncio.Task[list[Generation]]
 
 
-async def gone_on(
-    arrived: Sequence[tuple[Adopting, Manifest]], preparation: Preparation, dock: Dock, deadline_at: float
-) -> list[Generation]:
+def making_of(manifests: Sequence[Manifest], preparation: Preparation, dock: Dock, deadline_at: float) -> Making:
+    """All choices of the request by their number, none of them begun; beside the core's thread, which has others' tokens to draw
+    meanwhile. Whoever has it must hand it to `gone_on` or `unmade`. Raises StateInvalid when they are not what one request
+    consists of, and what `resumed` raises."""
+    return asyncio.create_task(dock.in_thread(_made, manifests, preparation, deadline_at), name="handoff-choices")
+
+
+async def unmade(making: Making) -> None:
+    """Nobody's sampler is left."""
+    await asyncio.wait((making,))
+    if not making.cancelled() and making.exception() is None:
+        # One that has begun all the same was cancelled, and ends in its slot.
+        _close(one for one in making.result() if not one.cancelled)
+
+
+async def gone_on(arrived: Sequence[tuple[Adopting, Manifest]], making: Making) -> list[Generation]:
     """All choices of the request by their number: those that arrived go on in their slots, in one mailbox.
 
-    Raises StateInvalid when they are not what one request consists of, and what `resumed` and `begin_together` raise; then none
-    goes on, and nobody's sampler is left.
+    Raises what `making_of` and `begin_together` raise; then none goes on, and nobody's sampler is left.
     """
-    # Beside the core's thread, which has others' tokens to draw meanwhile.
-    manifests = [manifest for _, manifest in arrived]
-    making = asyncio.create_task(dock.in_thread(_made, manifests, preparation, deadline_at), name="handoff-choices")
     try:
         for adopting, manifest in arrived:
             await adopting.require_all(manifest)
         # A cancel must not take along what the thread has made.
         every = await asyncio.shield(making)
+        arrived[0][0].mark("made")
         going = {one.choice: one for one in every if one.outcome is None}
+        for one in going.values():
+            one.marks = arrived[0][0].marks
         await begin_together(arrived, [going[_state_of(manifest).choice] for _, manifest in arrived])
     except BaseException:
-        await asyncio.wait((making,))
-        if not making.cancelled() and making.exception() is None:
-            # One that has begun all the same was cancelled, and ends in its slot.
-            _close(one for one in making.result() if not one.cancelled)
+        await unmade(making)
         raise
     return every
 

@@ -23,12 +23,13 @@ from engines.runtime.prefix_marks import longest_marked
 from engines.runtime.prefix_search import Source
 from engines.runtime.slots import Slot
 from engines.runtime.state_adopt import Adopting
-from engines.runtime.state_forms import checksum_of, digest_of
+from engines.runtime.state_forms import digest_of
 from engines.runtime.state_snapshot import MAX_TOKENS, Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
-from engines.wire_handoff import FORM, NO_PLACE, PLACE, AdoptBody, AdoptedAnswer, BlockHead
+from engines.wire_handoff import FORM, AdoptBody, AdoptedAnswer, BlockHead
 
 if TYPE_CHECKING:
+    from engines.runtime.handoff_choices import Making
     from engines.runtime.handoff_in import ArrivingHandoffs
 
 TOKEN_BYTES = 4
@@ -55,6 +56,8 @@ class Adopted:
     first: Adopted | None = None
     """Of a move that is a part of another one; that one has it among its `parts`."""
     parts: list[Adopted] = field(default_factory=list)
+    making: Making | None = None
+    """Of a request that comes alone, once the manifest is here: what it goes on with."""
     is_whole: bool = False
     claimed: bool = False
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -95,7 +98,9 @@ class Adopted:
         self.adopting.let_go()
 
     def answer(self) -> AdoptedAnswer:
-        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered)
+        marks = self.adopting.marks
+        marks_ms = {} if marks is None or self.body.idle else dict(marks.ms)
+        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered, marks_ms)
 
     def unwatch(self) -> None:
         if self.timer is not None:
@@ -121,16 +126,6 @@ async def read_tokens(exchange: Exchange) -> NDArray[np.int32]:
     if len(raw) % TOKEN_BYTES:
         raise StateInvalid("The state's tokens do not fill their bytes.")
     return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
-
-
-async def read_place(exchange: Exchange, shelf: Shelf, piece: StatePiece) -> Delivery | None:
-    """The next piece, which lies on the shelf; None where no more are told of in this exchange. Raises StateInvalid."""
-    place = bytearray(PLACE.size)
-    await exchange.read_into(memoryview(place))
-    offset, proof = PLACE.unpack(place)
-    if offset == NO_PLACE:
-        return None
-    return Delivery(piece, shelf.piece(offset, piece.size_bytes), shelf.left, proof, checksum_of)
 
 
 async def read_piece(exchange: Exchange, piece: StatePiece, proof: bytes, arena: Arena) -> Delivery:

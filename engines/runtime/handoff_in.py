@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from engines.errors import (
     EngineError,
     EngineStopping,
     HandoffStale,
     HandoffUnknown,
-    InvalidRequest,
     SlotBusy,
     StateInvalid,
     StateTooLarge,
@@ -28,7 +26,7 @@ from engines.errors import (
 from engines.rpc_exchange import Exchange
 from engines.runtime.fingerprint import Fingerprint
 from engines.runtime.generation import Generation, Piece
-from engines.runtime.handoff_choices import gone_on
+from engines.runtime.handoff_choices import Making, gone_on, making_of, unmade
 from engines.runtime.handoff_entry import (
     GOING,
     OPEN,
@@ -37,19 +35,20 @@ from engines.runtime.handoff_entry import (
     free_slot,
     read_head,
     read_piece,
-    read_place,
-    read_tokens,
     require_expected,
     require_form,
 )
+from engines.runtime.handoff_rest import take_rest
 from engines.runtime.handoff_shelf import Shelves, SourceShelves
 from engines.runtime.origin import Origin
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.preparation import Preparation
 from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_forms import DIGEST_BYTES, checksum_of
-from engines.runtime.state_snapshot import MAX_MANIFEST_BYTES, Manifest, StatePiece
+from engines.runtime.state_dock import Dock
+from engines.runtime.state_forms import checksum_of
+from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_together import rehearse_together
 from engines.runtime.state_transfer import Delivery
 from engines.wire_handoff import FORM, AdoptAnswer, AdoptBody, AdoptedAnswer, AskBody, BlockHead
 from engines.wire_json import read_json
@@ -60,8 +59,6 @@ MOST_OPEN = 8
 MOST_KNOWN = 256
 MOST_FENCES = 4096
 MAX_HEAD_BYTES = 4 << 20
-# Beyond it a manifest, which log probabilities make long, is read beside the event loop.
-LONG_HEAD_BYTES = 1 << 18
 # Between two exchanges of a move; a source in its stop goes on by itself sooner.
 SILENCE_S = 10.0
 CLAIM_S = 15.0
@@ -208,55 +205,26 @@ class ArrivingHandoffs:
         goes on."""
         entry = self._open(exchange.head.key_text)
         async with self._working(entry):
-            await self._take_rest(entry, entry.adopting, exchange)
+            dock = (await self._desk.terms()).dock
+
+            def begin_making(manifest: Manifest) -> None:
+                # While its pieces come. Choices that move together are made when the last one is here.
+                running = manifest.generation
+                if running is not None and len(running.moves_with) <= 1:
+                    entry.making = self._making_of([manifest], dock)
+
+            manifest = await take_rest(entry, exchange, dock.arena, begin_making)
+            if manifest is not None:
+                await self._go_on(entry, entry.adopting, manifest, dock)
         if entry.state == GOING:
             log.info("handoff %s: %d tokens are here", entry.body.handoff, entry.tokens)
         return entry.answer()
 
-    async def _take_rest(self, entry: Adopted, taken: Adopting, exchange: Exchange) -> None:
-        raw = await read_head(exchange, MAX_MANIFEST_BYTES)
-        if raw:
-            await self._take_manifest(entry, taken, raw, exchange)
-        if entry.manifest is None:
-            raise StateInvalid("Pieces of the state came before its manifest.")
-        while exchange.unread_bytes:
-            if not entry.awaited:
-                raise StateInvalid("More bytes follow the end of the state.")
-            if entry.shelf is None:
-                proof = bytearray(DIGEST_BYTES)
-                await exchange.read_into(memoryview(proof))
-                arena = (await self._desk.terms()).dock.arena
-                await taken.begin(await read_piece(exchange, entry.awaited[0], bytes(proof), arena))
-            elif (delivery := await read_place(exchange, entry.shelf, entry.awaited[0])) is None:
-                await exchange.drop_rest()
-                break
-            else:
-                taken.enters(delivery)
-            entry.awaited.popleft()
-        if entry.awaited:
-            await taken.nearly_settled()
-        else:
-            await self._go_on(entry, taken, entry.manifest)
+    def _making_of(self, manifests: Sequence[Manifest], dock: Dock) -> Making:
+        deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
+        return making_of(manifests, self._preparation, dock, deadline_at)
 
-    async def _take_manifest(self, entry: Adopted, taken: Adopting, raw: bytes, exchange: Exchange) -> None:
-        ids = await read_tokens(exchange)
-        if entry.manifest is not None:
-            raise InvalidRequest("The manifest of the state came before.")
-        known = [*taken.tokens, *ids.tolist()]
-        if len(raw) < LONG_HEAD_BYTES:
-            manifest = Manifest.from_json(raw, known)
-        else:
-            manifest = await asyncio.to_thread(Manifest.from_json, raw, known)
-        manifest = replace(manifest, pieces=(*taken.known_pieces, *manifest.pieces))
-        running = manifest.generation
-        if entry.body.idle != (running is None) or (
-            running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)
-        ):
-            raise StateInvalid("The state is not of the generation that was announced.")
-        entry.awaited = deque(await taken.complete(manifest, ids))
-        entry.manifest = manifest
-
-    async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest) -> None:
+    async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest, dock: Dock) -> None:
         """All is here. From now on the source may not know whether it was heard, and asks."""
         entry.tokens, running = len(manifest.tokens), manifest.generation
         if running is None:
@@ -275,13 +243,15 @@ class ArrivingHandoffs:
         if not all(one.is_whole for one in coming):
             return
         arrived = [(one.adopting, one.manifest) for one in coming if one.manifest is not None]
-        deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
-        generations = await gone_on(arrived, self._preparation, (await self._desk.terms()).dock, deadline_at)
+        taken.mark("all_came")
+        making, entry.making = entry.making or self._making_of([one for _, one in arrived], dock), None
+        generations = await gone_on(arrived, making)
         if entry.state != OPEN:
             for generation in generations:
                 self._preparation.core.cancel(generation)
             raise HandoffStale("The handoff was ended while it went on.")
         first.generations = generations
+        taken.mark("going")
         for one in entry.together:
             one.unwatch()
             one.settle(GOING)
@@ -305,7 +275,9 @@ class ArrivingHandoffs:
         elif entry.state == OPEN and not entry.at_work.locked():
             # Its source has nothing to send yet, but is there.
             async with self._working(entry):
-                if body.wait:
+                if body.rehearse_rows:
+                    await rehearse_together([one.adopting for one in entry.together], body.rehearse_rows)
+                elif body.wait:
                     await entry.adopting.settled()
         return entry.answer()
 
@@ -352,8 +324,12 @@ class ArrivingHandoffs:
             await self._dropped(one)
 
     async def _dropped(self, entry: Adopted) -> None:
-        entry.shelf = None
-        await entry.adopting.__aexit__(None, None, None)
+        entry.shelf, making, entry.making = None, entry.making, None
+        try:
+            await entry.adopting.__aexit__(None, None, None)
+        finally:
+            if making is not None:
+                await unmade(making)
         entry.let_go()
 
     def _watch(self, entry: Adopted, limit_s: float) -> None:

@@ -31,9 +31,10 @@ from engines.runtime.handoff_idle import Clock, room_of
 from engines.runtime.handoff_way import Way, require_going
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece
-from engines.runtime.state_follow import Leaving, commit_together, stop_together
+from engines.runtime.state_follow import Leaving
 from engines.runtime.state_snapshot import Manifest, require_tellable
 from engines.runtime.state_terms import SharingTerms
+from engines.runtime.state_together import commit_together, stop_together
 from engines.wire_handoff import AdoptBody, AdoptedAnswer, AskBody, HandoffAnswer, HandoffBody
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -47,6 +48,8 @@ UNHEARD_S, ASK_PATIENCE_S, ASK_PAUSE_S = 10.0, 2.0, 0.2
 # While a prompt is computed: how often is looked for finished blocks, and a target told that there will be more.
 PROMPT_LOOK_S = 0.004
 ALIVE_S = 3.0
+# The mark of a pause's end.
+ANSWERED = "answered"
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,26 +113,32 @@ class LiveMove:
         await self._follow(first)
         step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
         await self._join_others(stack)
-        await self._cleared(self._members)
+        for member in self._members:
+            await self._follow_begun(member)
         self._clock.lap("followed")
-        stopped_at = time.monotonic()
+        await first.way.rehearse(self._rows_of_step())
+        await self._cleared(self._members)
+        self._clock.lap("rehearsed")
         manifests = await stop_together([member.leaving for member in self._members])
         self._clock.lap("stopped")
         moving = [member for member in self._members if member.leaving in manifests]
-        await self._send_rests(moving, manifests)
-        pause_s = time.monotonic() - stopped_at
+        answer = await self._send_rests(moving, manifests)
         self._clock.lap("rest")
         await commit_together([member.leaving for member in moving], body.fence)
         self._clock.lap("freed")
-        return self._answer([(member, manifests[member.leaving]) for member in moving], pause_s, step_s)
+        return self._answer([(member, manifests[member.leaving]) for member in moving], answer, step_s)
 
-    def _answer(self, moved: Sequence[tuple[_Member, Manifest]], pause_s: float, step_s: float) -> HandoffAnswer:
+    def _answer(
+        self, moved: Sequence[tuple[_Member, Manifest]], last: AdoptedAnswer | None, step_s: float
+    ) -> HandoffAnswer:
         held = [
             piece
             for member, manifest in moved
             for piece in manifest.pieces
             if piece.kind == "block" and piece.end <= member.way.held_tokens
         ]
+        marks_ms = {} if (marks := moved[0][0].leaving.marks) is None else marks.ms
+        pause_ms = marks_ms.get(ANSWERED, 0.0)
         return HandoffAnswer(
             kind="live",
             tokens=sum(len(manifest.tokens) for _, manifest in moved),
@@ -137,13 +146,15 @@ class LiveMove:
             skipped_bytes=sum(piece.size_bytes for piece in held),
             total_bytes=sum(manifest.total_bytes for _, manifest in moved),
             seconds=self._clock.seconds,
-            pause_ms=round(pause_s * 1000, 3),
-            pause_steps=round(pause_s / step_s, 3) if step_s else 0.0,
+            pause_ms=pause_ms,
+            pause_steps=round(pause_ms / 1000 / step_s, 3) if step_s else 0.0,
             request_id=self._generation.request_id,
             hidden_bytes=self._hidden_bytes,
             send_s=round(sum(member.way.send_s for member in self._members), 6),
             way=self._members[0].way.name,
             phases_ms=self._clock.phases_ms,
+            marks_ms=marks_ms,
+            target_marks_ms={} if last is None else last.marks_ms,
         )
 
     async def _joined(self, stack: AsyncExitStack, generation: Generation) -> _Member:
@@ -152,7 +163,7 @@ class LiveMove:
         way = await stack.enter_async_context(Way(self._target, self._terms, name, self._body.fence))
         await way.adopt(self._adopt_of(generation, name))
         leaving = await stack.enter_async_context(Leaving(self._core, self._terms, generation, self._body.fence))
-        leaving.sent_tokens = way.held_tokens
+        leaving.skip(way.held_tokens)
         self._members.append(_Member(generation, way, leaving))
         return self._members[-1]
 
@@ -167,6 +178,12 @@ class LiveMove:
                 raise SessionNotHeld("The request ended before it could move.")
             await asyncio.sleep(PROMPT_LOOK_S)
         self._clock.lap("prompt")
+
+    def _rows_of_step(self) -> int:
+        """As many has this generation's part of a step: its last token, and a draft as they are now."""
+        drafts, generation = self._core.speculation, self._generation
+        wanted = max(drafts.length.chosen, generation.draft_min) if drafts else 0
+        return 1 + max(0, min(wanted, generation.longest_draft))
 
     async def _join_others(self, stack: AsyncExitStack) -> None:
         """Returns when every choice of the request is on its way or has ended; one that waits for a slot is waited for."""
@@ -228,6 +245,13 @@ class LiveMove:
             await way.make_room(self._block_room)
         return went
 
+    async def _follow_begun(self, member: _Member) -> None:
+        """Sends what there is of the block that is not full yet."""
+        exported = await member.leaving.begun_block(member.way.prove)
+        if exported is not None:
+            await member.way.send(exported, member.generation.tokens[exported.piece.start : exported.piece.end])
+            await member.way.make_room(exported.buffer.data.nbytes)
+
     async def _follow_blocks(self, member: _Member) -> None:
         generation, way = member.generation, member.way
         async for exported in member.leaving.finished_blocks(way.prove):
@@ -260,8 +284,9 @@ class LiveMove:
         except TimeoutError as error:
             raise StateError("The answer's reader is too slow to follow now.") from error
 
-    async def _send_rests(self, moving: Sequence[_Member], manifests: dict[Leaving, Manifest]) -> None:
-        """Returns when the target goes on. Raises when it surely does not, or cannot be asked any more."""
+    async def _send_rests(self, moving: Sequence[_Member], manifests: dict[Leaving, Manifest]) -> AdoptedAnswer | None:
+        """Returns when the target goes on, with its last word where that was heard. Raises when it surely does not, or cannot be
+        asked any more."""
         telling = asyncio.ensure_future(self._told())
         try:
             async with asyncio.timeout(REST_LIMIT_S):
@@ -272,6 +297,7 @@ class LiveMove:
                         await member.way.settled()
                 require_going(answer)
             self._arrived(moving)
+            return answer
         except (EngineUnreachable, ProtocolBroken, TimeoutError) as error:
             if not await self._goes_on_there():
                 if isinstance(error, TimeoutError):
@@ -279,6 +305,7 @@ class LiveMove:
                 raise
             self._arrived(moving)
             log.warning("handoff %s: the answer was lost (%s), but the target goes on", self._body.handoff, error)
+            return None
         finally:
             telling.cancel()
             await asyncio.wait((telling,))
@@ -288,6 +315,9 @@ class LiveMove:
     def _arrived(self, moving: Sequence[_Member]) -> None:
         """The target goes on: whatever fails from here on, also this engine's end, nobody goes on here or ends it there."""
         self._is_there = True
+        for member in moving:
+            if member.leaving.marks is not None:
+                member.leaving.marks.note(ANSWERED)
         for member in self._members:
             member.way.is_there = True
         for member in moving:
@@ -303,7 +333,9 @@ class LiveMove:
         """What the target says of the last of it."""
         leaving, way = member.leaving, member.way
         # What is on its way out is let go of at once where the target refuses.
-        async with aclosing(leaving.rest(way.prove)) as pieces:
+        # Where a card copies the last part the processors are free to prove it meanwhile.
+        late = way.on_shelf and self._terms.dock.codec.queues
+        async with aclosing(leaving.rest(way.prove, late=late)) as pieces:
             if way.on_shelf:
                 return await self._place_rest(leaving, way, manifest, pieces, last)
             rest = leaving.unsent_pieces
@@ -322,6 +354,7 @@ class LiveMove:
         async def once_told(exported: ExportedPiece | None) -> None:
             if exported is None or exported.piece == rest[-1]:
                 await last
+                leaving.mark("told")
 
         largest_bytes = max((room_of(self._terms, piece) for piece in rest), default=0)
         await way.make_room(largest_bytes)

@@ -19,11 +19,23 @@ from engines.rpc_handoff import ADOPT_PATIENCE_S, HEAD_LENGTH, HandoffClient
 from engines.rpc_stream import Buffer as Bytes
 from engines.runtime.arena import Buffer
 from engines.runtime.handoff_shelf import Offering
+from engines.runtime.state_dock import to_its_end
 from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest_of
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
-from engines.wire_handoff import FORM, NO_PLACE, PLACE, PLACES, AdoptBody, AdoptedAnswer, AskBody, BlockHead
+from engines.wire_handoff import (
+    FORM,
+    NO_PLACE,
+    PLACE_BYTES,
+    PLACE_OFFSET,
+    PLACE_PROOF_BYTES,
+    PLACES,
+    AdoptBody,
+    AdoptedAnswer,
+    AskBody,
+    BlockHead,
+)
 
 log = logging.getLogger("hydra.engine.handoff")
 
@@ -148,7 +160,7 @@ class Way:
             head = _headed(manifest, known_tokens, ids)
             while True:
                 places = placing.announced
-                total_bytes = len(head) + places * PLACE.size
+                total_bytes = len(head) + places * PLACE_BYTES
                 async with aclosing(placing.payload(head, places)) as payload:
                     answer = await self.target.adopt_rest(self._handoff, payload, total_bytes, ADOPT_PATIENCE_S)
                 self._free(answer.entered)
@@ -167,10 +179,10 @@ class Way:
         return others - self._sent_cuts
 
     def place(self, exported: ExportedPiece) -> bytes:
-        """Leaves a piece on the shelf until it has entered. Returns what tells the target of it."""
+        """Leaves a piece on the shelf until it has entered. Returns what tells the target where; its proof is to follow."""
         self._placed.append(exported.buffer)
         self.sent_bytes += exported.data.nbytes
-        return PLACE.pack(_offset(exported), exported.proof)
+        return PLACE_OFFSET.pack(_offset(exported))
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether a place of `size_bytes` can be had at once, or nothing of this way lies on the shelf."""
@@ -216,6 +228,11 @@ class Way:
         while not self.has_room(size_bytes):
             await self._entering()
 
+    async def rehearse(self, rows: int) -> None:
+        """Returns when all that was sent has entered, and the target has tried what its first step will be like, of so many rows
+        a choice, where that is of use."""
+        self._note(await self.target.adopt_ask(AskBody(self._handoff, self._fence, rehearse_rows=rows)))
+
     async def settled(self) -> None:
         """Returns when all that was placed has entered, so that nothing of this way lies on the shelf."""
         while self._placed:
@@ -223,7 +240,9 @@ class Way:
 
     async def _entering(self) -> None:
         """Waits for what is on its way in at the target. Raises HandoffStale when the move has ended there."""
-        answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True))
+        self._note(await self.target.adopt_ask(AskBody(self._handoff, self._fence, wait=True)))
+
+    def _note(self, answer: AdoptedAnswer) -> None:
         self._free(answer.entered)
         if answer.state == "over":
             raise HandoffStale("The target has given the move up.")
@@ -261,17 +280,18 @@ class _Placing:
         placed_bytes = 0
         for count in range(places):
             if self._is_enough(placed_bytes) or not self._way.has_room(self._largest_bytes):
-                yield PLACE.pack(NO_PLACE, b"") * (places - count)
+                yield (PLACE_OFFSET.pack(NO_PLACE) + bytes(PLACE_PROOF_BYTES)) * (places - count)
                 return
             exported = await self._next()
-            try:
-                await self._before_last(exported)
-            except BaseException:
-                exported.buffer.free()
-                raise
             placed_bytes += exported.data.nbytes
             self.left -= 1
-            yield self._way.place(exported)
+            place, proof = self._way.place(exported), exported.proof
+            if exported.proving is not None:
+                # It enters while its proof is made on both sides; without that the target does not go on.
+                yield place
+                place, proof = b"", await to_its_end(exported.proving)
+            await self._before_last(exported)
+            yield place + proof
 
     def _is_enough(self, placed_bytes: int) -> bool:
         """Unless an exchange more would bring hardly anything."""

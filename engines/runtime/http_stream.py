@@ -60,7 +60,7 @@ async def stream(
     last = await way_out.begin()
     loop = asyncio.get_running_loop()
     written_at = loop.time()
-    mailbox = generations[0].mailbox
+    mailbox, marks = generations[0].mailbox, generations[0].marks
     while len(last) < len(generations):
         for piece in await mailbox.take(ping_s):
             if piece.tells_of_move or piece.finish_reason == "moved":
@@ -81,6 +81,9 @@ async def stream(
         if way_out.has_something:
             await way_out.send()
             written_at = loop.time()
+            if marks is not None:
+                marks.note("frame_out")
+                marks = None
         elif loop.time() - written_at >= ping_s:
             # What a dialect holds back (an unfinished tool call) is silence too.
             await way_out.ping()

@@ -1,7 +1,8 @@
 """A running generation on its way in from another engine: the other side of state_follow.py.
 
 Blocks enter a slot that was taken for them while the other engine still decodes; the manifest of its stop, the rest of the
-pieces and the generation itself come last. Until `begin_together` nothing here runs, and leaving early leaves nothing.
+pieces and the generation itself come last. Until `begin_together` (state_together.py) nothing here runs, and leaving early leaves
+nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -20,13 +23,12 @@ from numpy.typing import NDArray
 from engines.errors import EngineStopping, StateError, StateInvalid
 from engines.runtime.core import EngineCore
 from engines.runtime.fingerprint import Fingerprint
-from engines.runtime.generation import Generation
+from engines.runtime.handoff_marks import Marks
 from engines.runtime.origin import NOBODY, Origin
 from engines.runtime.prefix import PrefixCache
-from engines.runtime.prefix_marks import longest_marked
-from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_cuts import ComingCuts
 from engines.runtime.state_dock import to_its_end
+from engines.runtime.state_lending import lent_to
 from engines.runtime.state_order import MAX_BLOCK_TOKENS, require_blocks, require_order
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
@@ -45,7 +47,9 @@ class Adopting:
         self.held_tokens = len(arrival.tokens)
         self.others_run = arrival.others_run
         self.entered = 0
-        self._core, self._terms, self._arrival = core, terms, arrival
+        # Made when the manifest comes.
+        self.marks: Marks | None = None
+        self.core, self.terms, self.arrival = core, terms, arrival
         self._lane = terms.dock.lane(paired=True)
         self._pieces: list[StatePiece] = []
         # What `_arrival.tokens` holds before the manifest, as arrays: of a long conversation making them takes a while.
@@ -55,6 +59,8 @@ class Adopting:
         self._cuts = ComingCuts()
         self._held_pieces = 0
         self._entering: deque[asyncio.Future[Any]] = deque()
+        # Proofs that have not been told yet, of pieces among these.
+        self._unproved: list[asyncio.Future[bytes]] = []
         self._done = False
         # Set on the core's thread: the slot is a generation's or an idle conversation's, and no move's any more.
         self._is_in = False
@@ -69,37 +75,44 @@ class Adopting:
             return
         # From here on nothing enters or goes on, whatever exchange is still under way: soon the slot is somebody else's.
         self._done = True
+        for proof in self._unproved:
+            proof.cancel()
         while self._entering:
             entering = self._entering.popleft()
             await asyncio.wait((entering,))
             if not entering.cancelled():
                 entering.exception()  # looked at: all of it is thrown away
         # As they are now: `let_go` may have its turn before the core's thread does.
-        aborted = partial(self._aborted, self._cuts, self._arrival)
+        aborted = partial(self._aborted, self._cuts, self.arrival)
         try:
-            await self._terms.dock.perform(aborted)
+            await self.terms.dock.perform(aborted)
         except EngineStopping:
             return  # the core has ended, and the slot with it
 
     def let_go(self) -> None:
         """Once all of it is in: what was told of it is kept no longer."""
         self._pieces, self._cuts = [], ComingCuts()
-        self._arrival = Arrival(self._arrival.slot, [])
+        self.arrival = Arrival(self.arrival.slot, [])
+
+    def mark(self, name: str) -> None:
+        """Notes the time of something in the pause."""
+        if self.marks is not None:
+            self.marks.note(name)
 
     @property
     def slot_id(self) -> int:
-        return self._arrival.slot.index
+        return self.arrival.slot.index
 
     def _aborted(self, cuts: ComingCuts, arrival: Arrival, _cache: PrefixCache) -> Generator[None, None, None]:
         if self._is_in:
             return  # it was on its way in when the move was given up
         cuts.drop()
-        yield from arrival.abort(self._terms.dock.codec)
+        yield from arrival.abort(self.terms.dock.codec)
 
     @property
     def tokens(self) -> list[int]:
         """Those whose blocks came in."""
-        return self._arrival.tokens
+        return self.arrival.tokens
 
     async def begin(self, delivery: Delivery, tokens: Sequence[int] = ()) -> None:
         """Returns while the piece is on its way in; most of those before it have entered then, and raise as a restore does.
@@ -114,20 +127,20 @@ class Adopting:
         await self._entered(UNENTERED)
 
     def _take_tokens(self, piece: StatePiece, tokens: Sequence[int]) -> None:
-        begin = len(self._arrival.tokens)
-        require_blocks((piece,), begin, begin + len(tokens), self._terms.layout)
+        begin = len(self.arrival.tokens)
+        require_blocks((piece,), begin, begin + len(tokens), self.terms.layout)
         try:
             ids = np.array(tokens, dtype=np.int32)
         except OverflowError:
             raise StateInvalid("The state has tokens beyond all vocabularies.") from None
         self._ids.append(ids)
-        self._arrival.tokens += tokens
+        self.arrival.tokens += tokens
 
     async def begin_cut(self, delivery: Delivery) -> None:
         """As `begin`, of a checkpoint that comes before the manifest. Raises StateInvalid for one that cannot."""
-        cuts, codec, piece = self._cuts, self._terms.dock.codec, delivery.piece
+        cuts, codec, piece = self._cuts, self.terms.dock.codec, delivery.piece
         try:
-            cuts.announce(piece, codec, self._core.config.context_tokens)
+            cuts.announce(piece, codec, self.core.config.context_tokens)
         except BaseException:
             delivery.free()
             raise
@@ -137,7 +150,7 @@ class Adopting:
             cuts.check(piece, codec, delivery.data)
 
         def enter(cache: PrefixCache) -> None:
-            self._require_open()
+            self.require_open()
             cuts.enter(cache, codec, piece, delivery.data)
 
         self._enters(delivery, check, enter)
@@ -145,18 +158,58 @@ class Adopting:
 
     def enters(self, delivery: Delivery) -> None:
         """As `begin`, of a piece behind the manifest; waits for nothing."""
-        arrival, codec = self._arrival, self._terms.dock.codec
+        self._pieces.append(delivery.piece)
+        self._enters(delivery, *self._entry(delivery))
+
+    @contextmanager
+    def enters_unproved(self, delivery: Delivery) -> Iterator[Callable[[bytes], None]]:
+        """As `enters`, of a piece of a running generation whose proof is still to come, which the block tells what it gives. The
+        piece enters meanwhile; nothing goes on with it before it is proved."""
+        proof: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._unproved.append(proof)
+        self._pieces.append(delivery.piece)
+        check, enter = self._entry(delivery)
+        entering = self._lane.submit(enter, first=check, quick=True)
+        making = asyncio.ensure_future(self.terms.dock.in_thread(delivery.prove, memoryview(delivery.data.data)))
+        self._entering.append(asyncio.ensure_future(self._proved(delivery, entering, making, proof)))
+        try:
+            yield lambda told: None if proof.done() else proof.set_result(told)
+        finally:
+            proof.cancel()  # of one that was told this does nothing
+
+    async def _proved(
+        self,
+        delivery: Delivery,
+        entering: asyncio.Future[None],
+        making: asyncio.Future[bytes],
+        proof: asyncio.Future[bytes],
+    ) -> None:
+        try:
+            await asyncio.wait((entering, making))
+        finally:
+            delivery.free()
+        making.add_done_callback(_looked_at)
+        entering.result()
+        made = making.result()
+        replace(delivery, proof=await proof, prove=lambda _: made).check()
+        self.mark(f"{delivery.piece.kind}_proved")
+
+    def _entry(self, delivery: Delivery) -> tuple[Callable[[], None], Callable[[PrefixCache], None]]:
+        """What checks a piece behind the manifest, and what takes it in."""
+        arrival, codec, kind = self.arrival, self.terms.dock.codec, delivery.piece.kind
 
         def check() -> None:
+            self.mark(f"{kind}_came")
             delivery.check()
             arrival.check(codec, delivery.piece, delivery.data)
+            self.mark(f"{kind}_checked")
 
         def enter(cache: PrefixCache) -> None:
-            self._require_open()
+            self.require_open()
             arrival.enter(cache, codec, delivery.piece, delivery.data)
+            self.mark(f"{kind}_entered")
 
-        self._pieces.append(delivery.piece)
-        self._enters(delivery, check, enter)
+        return check, enter
 
     def _enters(self, delivery: Delivery, check: Callable[[], None], enter: Callable[[PrefixCache], None]) -> None:
         entering = self._lane.submit(enter, first=check, quick=delivery.is_quick)
@@ -188,27 +241,27 @@ class Adopting:
         Raises StateIncompatible, or StateInvalid when what came in is not how it begins.
         """
         await self.settled()
-        Fingerprint.parse(self._terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
-        tokens, there = list(manifest.tokens), len(self._arrival.tokens)
-        ids = _ids(manifest, self._ids, told, self._core.loaded.vocabulary.size)
+        Fingerprint.parse(self.terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
+        tokens, there = list(manifest.tokens), len(self.arrival.tokens)
+        ids = _ids(manifest, self._ids, told, self.core.loaded.vocabulary.size)
         held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
         others = [piece for piece in manifest.pieces[len(held) :] if piece not in self._cuts.pieces]
-        if tokens[:there] != self._arrival.tokens or others[: len(self._pieces)] != self._pieces:
+        if tokens[:there] != self.arrival.tokens or others[: len(self._pieces)] != self._pieces:
             raise StateInvalid("The blocks that came in are not those that the state begins with.")
         if len(held) + len(others) + len(self._cuts.pieces) != len(manifest.pieces):
             raise StateInvalid("Checkpoints came in that are not the state's.")
         if (held[-1].end if held else 0) != self.held_tokens:
             raise StateInvalid("The state's blocks do not end where what is held here does.")
         # What came before was looked at when it came.
-        require_order(manifest.pieces[len(held) + len(self._pieces) :], len(tokens), self._terms.layout, begin=there)
+        require_order(manifest.pieces[len(held) + len(self._pieces) :], len(tokens), self.terms.layout, begin=there)
         self._held_pieces = len(held)
 
         def promise(_cache: PrefixCache) -> None:
-            self._require_open()
-            self._arrival.slot.awaited_cells = len(tokens) - there
+            self.require_open()
+            self.arrival.slot.awaited_cells = len(tokens) - there
 
         # Nothing is on its way in that could look at them meanwhile.
-        self._arrival.tokens, self._arrival.ids = tokens, ids
+        self.arrival.tokens, self.arrival.ids = tokens, ids
         # The pieces stand behind it, and fail with it.
         self._lane.submit(promise).add_done_callback(_looked_at)
         return others[len(self._pieces) :]
@@ -232,63 +285,30 @@ class Adopting:
         if missing:
             raise StateInvalid(f"{missing} pieces of the state did not come in.")
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises StateInvalid."""
         if self._done:
             raise StateInvalid("The move is over; nothing more of it is taken.")
 
-    def _require_whole(self) -> None:
-        self._require_open()
-        sequence = self._arrival.slot.sequence
+    def require_whole(self) -> None:
+        """Raises StateError, StateInvalid. On the core's thread."""
+        self.require_open()
+        sequence = self.arrival.slot.sequence
         if not sequence.tokens:
             # Its last block came before anybody knew that it was the last.
-            self._terms.dock.codec.complete(sequence, self._arrival.tokens)
-        if sequence.tokens != self._arrival.tokens:
+            self.terms.dock.codec.complete(sequence, self.arrival.tokens)
+        if sequence.tokens != self.arrival.tokens:
             raise StateError("The engine lost the state while it came in.")
 
     def _finished_idle(self, cache: PrefixCache) -> Generator[None, None, None]:
-        self._require_whole()
-        yield from self._finish(cache)
+        self.require_whole()
+        yield from self.take_over(cache)
 
-    def _finish(self, cache: PrefixCache) -> Generator[None, None, None]:
-        """Nothing of it may fail: `_require_whole` was asked in the same slice."""
+    def take_over(self, cache: PrefixCache) -> Generator[None, None, None]:
+        """The slot is no move's any more. Nothing of it may fail: `require_whole` was asked in the same slice."""
         self._done = self._is_in = True
-        yield from self._arrival.finish()
-        self._cuts.join(cache, self._arrival.slot)
-
-
-async def begin_together(arrived: Sequence[tuple[Adopting, Manifest]], going: Sequence[Generation]) -> None:
-    """Generations go on in the slots that have their states, all in one slice: nobody who waits can come in between. Where that
-    fails none does. Raises StateInvalid when not everything came in."""
-    for adopting, manifest in arrived:
-        await adopting.require_all(manifest)
-    first = arrived[0][0]
-
-    def work(cache: PrefixCache) -> Generator[None, None, None]:
-        yield from ()
-        for adopting, _ in arrived:
-            adopting._require_whole()
-        for (adopting, _), generation in zip(arrived, going, strict=True):
-            adopting._arrival.slot.sequence.origin = generation.origin
-            yield from adopting._finish(cache)
-        for count, ((adopting, _), generation) in enumerate(zip(arrived, going, strict=True), 1):
-            try:
-                adopting._core.begin_moved(adopting._arrival.slot, generation)
-            except BaseException:
-                # What stands in a slot ends there; only of others the samplers are anybody else's to close.
-                for begun in going[:count]:
-                    first._core.cancel(begun)
-                raise
-
-    def ended(_: None) -> Callable[[PrefixCache], Generator[None, None, None]]:
-        for generation in going:
-            first._core.cancel(generation)
-        return _at_once
-
-    await first._terms.dock.take(work, ended)
-
-
-def _at_once(_cache: PrefixCache) -> Generator[None, None, None]:
-    yield from ()
+        yield from self.arrival.finish()
+        self._cuts.join(cache, self.arrival.slot)
 
 
 async def adopting(
@@ -308,9 +328,9 @@ async def adopting(
     def work(cache: PrefixCache) -> Generator[None, None, Arrival]:
         index = slot_id if isinstance(slot_id, int) else slot_id(cache)
         arrival = yield from arrive(cache, index, [0] * expected_tokens, erase_existing=True, origin=origin)
-        beside = [] if sibling is None else [sibling._arrival]
+        beside = [] if sibling is None else [sibling.arrival]
         arrival.others_run = bool(cache.busy)
-        arrival.tokens = _lent(cache, terms.dock.codec, arrival, origin, marks, beside)
+        arrival.tokens = lent_to(cache, terms.dock.codec, arrival, origin, marks, beside)
         return arrival
 
     def give_back(arrival: Arrival) -> Callable[[PrefixCache], Generator[None, None, Any]]:
@@ -354,34 +374,3 @@ def _looked_at(future: asyncio.Future[Any]) -> None:
     """What went wrong with it is told by those behind it."""
     if not future.cancelled():
         future.exception()
-
-
-def _lent(
-    cache: PrefixCache,
-    codec: StateCodec,
-    arrival: Arrival,
-    origin: Origin,
-    marks: Sequence[PrefixMark],
-    siblings: Sequence[Arrival],
-) -> list[int]:
-    """The tokens whose rows the slot holds now because another of the tenant's sequences does."""
-    if not marks or not cache.can_share:
-        return []
-    slot, best, source = arrival.slot, 0, None
-    lent: list[int] = []
-    for one in siblings:
-        there = one.tokens[: len(one.slot.sequence.cells)]
-        best, source = longest_marked(there, marks), one.slot.sequence
-        lent = there[:best]
-    for holder in cache.lenders:
-        sequence = holder.sequence
-        if sequence is slot.sequence or sequence.origin.tenant != origin.tenant or sequence.spans:
-            continue
-        length = longest_marked(sequence.tokens, marks)
-        if length > best:
-            best, source, lent = length, sequence, sequence.tokens[:length]
-    if source is None or not best:
-        return []
-    codec.lend(source, slot.sequence, best)
-    slot.awaited_cells -= best
-    return lent

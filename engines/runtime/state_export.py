@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -48,12 +48,18 @@ class StateMeta:
 
 
 def planned(
-    look: SlotLook, layout: StateLayout, block_tokens: int, *, checkpoints: bool, drafts: DraftCodec | None = None
+    look: SlotLook,
+    layout: StateLayout,
+    block_tokens: int,
+    *,
+    checkpoints: bool,
+    drafts: DraftCodec | None = None,
+    gone: Sequence[StatePiece] = (),
 ) -> tuple[StatePiece, ...]:
-    """The pieces of a slot's state in the order in which they travel."""
+    """The pieces of a slot's state in the order in which they travel; the blocks that are `gone` already are as they are."""
     count = len(look.tokens)
-    pieces = []
-    for start in range(0, count, block_tokens):
+    pieces = list(gone)
+    for start in range(gone[-1].end if gone else 0, count, block_tokens):
         end = min(start + block_tokens, count)
         pieces.append(StatePiece("block", start, end, layout.block_bytes(end - start)))
     if layout.has_part:
@@ -87,12 +93,13 @@ def total_bytes(manifest: Manifest, layout: StateLayout, form: str) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ExportedPiece:
-    """One piece, its bytes in the buffer that must be freed, and their digest."""
+    """One piece, its bytes in the buffer that must be freed, and their digest, empty as long as it is being made."""
 
     piece: StatePiece
     buffer: Buffer
     data: Bytes
     proof: bytes
+    proving: asyncio.Future[bytes] | None = None
 
 
 @dataclass(frozen=True, eq=False)

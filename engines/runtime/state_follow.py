@@ -1,9 +1,10 @@
 """A running generation on its way to another engine: its finished blocks leave while it goes on, the rest behind a stop.
 
-The source keeps the generation until `commit_together`: whatever fails before, it goes on there as if nothing had been. The
-stop is fenced by a number that whoever moves the generation was granted, and it does not last: without a word in STOP_LIMIT_S
-the generation goes on, and a commit that comes later is refused. Once the last of it is about to leave (`hold`) no clock decides
-any more, since the target may go on with it; once it is known to (`is_there`) nothing lets the generation go on here.
+The source keeps the generation until `commit_together` (state_together.py): whatever fails before, it goes on there as if nothing
+had been. The stop is fenced by a number that whoever moves the generation was granted, and it does not last: without a word in
+STOP_LIMIT_S the generation goes on, and a commit that comes later is refused. Once the last of it is about to leave (`hold`) no
+clock decides any more, since the target may go on with it; once it is known to (`is_there`) nothing lets the generation go on
+here.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 
-from engines.errors import EngineStopping, SessionNotHeld, SlotBusy, StateError, StateHasImages
+from engines.errors import EngineStopping, SlotBusy, StateError, StateHasImages
 from engines.runtime.arena import Buffer
 from engines.runtime.checkpoint_pieces import held_cuts
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation, Piece
+from engines.runtime.handoff_marks import Marks
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.slots import Slot
 from engines.runtime.state_codec import StateCodec
@@ -30,7 +33,7 @@ from engines.runtime.state_forget import forget_moved
 from engines.runtime.state_forms import Proof, checksum_of, is_quick
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_order import MAX_CHECKPOINTS
-from engines.runtime.state_snapshot import VERSION, Manifest, StatePiece, captured, ended_choices, require_tellable
+from engines.runtime.state_snapshot import VERSION, Manifest, StatePiece, captured, require_tellable
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, slot_look
 
@@ -48,6 +51,7 @@ class _Coming:
     piece: StatePiece
     buffer: Buffer
     future: asyncio.Future[tuple[Bytes, bytes]]
+    prove_later: Callable[[Bytes], asyncio.Future[bytes]] | None = None
 
     async def done(self) -> ExportedPiece:
         try:
@@ -55,7 +59,7 @@ class _Coming:
         except BaseException:
             self.buffer.free()
             raise
-        return ExportedPiece(self.piece, self.buffer, data, proof)
+        return ExportedPiece(self.piece, self.buffer, data, proof, self.prove_later(data) if self.prove_later else None)
 
     async def dropped(self) -> None:
         await asyncio.wait((self.future,))
@@ -69,11 +73,14 @@ class Leaving:
     target is known to go on with it."""
 
     def __init__(self, core: EngineCore, terms: SharingTerms, generation: Generation, fence: int) -> None:
-        self.sent_tokens = 0
         self.is_there = False
+        # Made at the stop.
+        self.marks: Marks | None = None
+        # Blocks that the other engine has: it held them, or they left before the stop.
+        self._gone: list[StatePiece] = []
         # Checkpoints that left before the stop.
         self._cuts: list[StatePiece] = []
-        self._core, self._terms, self._generation, self._fence = core, terms, generation, fence
+        self._core, self.terms, self.generation, self.fence = core, terms, generation, fence
         self._departure: Departure | None = None
         self._manifest: Manifest | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -91,6 +98,17 @@ class Leaving:
 
     # --- while it goes on -----------------------------------------------------------------------
 
+    @property
+    def sent_tokens(self) -> int:
+        """The rows of the first so many tokens are at the other engine."""
+        return self._gone[-1].end if self._gone else 0
+
+    def skip(self, tokens: int) -> None:
+        """The other engine holds so many first tokens."""
+        layout, count = self.terms.layout, self.terms.block_tokens
+        ends = [(start, min(start + count, tokens)) for start in range(0, tokens, count)]
+        self._gone = [StatePiece("block", start, end, layout.block_bytes(end - start)) for start, end in ends]
+
     async def unsent_tokens(self) -> int:
         """Tokens whose rows are still to be sent; 0 while the generation is in no slot, as when it had to give way."""
 
@@ -99,31 +117,41 @@ class Leaving:
             slot = self._slot(cache)
             return len(slot.sequence) - self.sent_tokens if slot else 0
 
-        return int(await self._terms.dock.perform(look))
+        return int(await self.terms.dock.perform(look))
 
     async def is_under_way(self) -> bool:
         """Whether it runs, waits or has its prompt brought in; False once it has ended."""
 
         def look(cache: PrefixCache) -> Generator[None, None, bool]:
             yield from ()
-            return self._slot(cache) is not None or self._core.stands_in_line(self._generation)
+            return self._slot(cache) is not None or self._core.stands_in_line(self.generation)
 
-        return bool(await self._terms.dock.perform(look))
+        return bool(await self.terms.dock.perform(look))
 
     async def finished_blocks(self, prove: Proof = checksum_of) -> AsyncIterator[ExportedPiece]:
         """The blocks that are full by now and have not left yet, also while the prompt is computed; the caller must free their
         buffers."""
-        layout, count = self._terms.layout, self._terms.block_tokens
-        lane = self._terms.dock.lane()
+        count, lane = self.terms.block_tokens, self.terms.dock.lane()
         while await self.unsent_tokens() >= count:
-            start, end = self.sent_tokens, self.sent_tokens + count
-            yield await self._exported(lane, StatePiece("block", start, end, layout.block_bytes(count)), prove)
-            self.sent_tokens = end
+            yield await self._next_block(lane, count, prove)
+
+    async def begun_block(self, prove: Proof = checksum_of) -> ExportedPiece | None:
+        """What there is by now of the block that is not full yet, so that the stop leaves hardly any rows. As `finished_blocks`,
+        behind which this is asked for."""
+        count = min(await self.unsent_tokens(), self.terms.block_tokens)
+        return await self._next_block(self.terms.dock.lane(), count, prove) if count > 0 else None
+
+    async def _next_block(self, lane: Lane, count: int, prove: Proof) -> ExportedPiece:
+        start = self.sent_tokens
+        piece = StatePiece("block", start, start + count, self.terms.layout.block_bytes(count))
+        exported = await self._exported(lane, piece, prove)
+        self._gone.append(piece)
+        return exported
 
     async def unsent_cuts(self) -> list[StatePiece]:
         """Its checkpoints that have not left, the shortest first: a recurrent state cannot go back without them. While its prompt
         makes more of them only the first, since of the others some will give way."""
-        if self._terms.layout.recurrent is None:
+        if self.terms.layout.recurrent is None:
             return []
 
         def look(cache: PrefixCache) -> Generator[None, None, list[StatePiece]]:
@@ -131,18 +159,18 @@ class Leaving:
             slot = self._slot(cache)
             if slot is None:
                 return []
-            found = held_cuts(cache, self._terms.dock.codec, slot.sequence)
-            if any(cut > len(slot.sequence) for cut in self._generation.cuts):
+            found = held_cuts(cache, self.terms.dock.codec, slot.sequence)
+            if any(cut > len(slot.sequence) for cut in self.generation.cuts):
                 found = found[:1]
             return [StatePiece("checkpoint", 0, one.length, one.size_bytes) for one in found]
 
         gone = {piece.end for piece in self._cuts}
-        found: list[StatePiece] = await self._terms.dock.perform(look)
+        found: list[StatePiece] = await self.terms.dock.perform(look)
         return [piece for piece in found if piece.end not in gone][: MAX_CHECKPOINTS - len(gone)]
 
     async def cut(self, piece: StatePiece, prove: Proof = checksum_of) -> ExportedPiece | None:
         """One of `unsent_cuts`, whose buffer the caller must free; None where it has given way."""
-        dock, codec = self._terms.dock, self._terms.dock.codec
+        dock, codec = self.terms.dock, self.terms.dock.codec
         buffer = await dock.arena.take(piece.size_bytes)
 
         def take(cache: PrefixCache) -> Bytes | None:
@@ -170,23 +198,28 @@ class Leaving:
         return ExportedPiece(piece, buffer, *done)
 
     async def _exported(self, lane: Lane, piece: StatePiece, prove: Proof) -> ExportedPiece:
-        coming = self._begun(lane, piece, prove, await self._terms.dock.arena.take(self._room_of(piece)))
+        coming = self._begun(lane, piece, prove, await self.terms.dock.arena.take(self._room_of(piece)))
         return await coming.done()
 
     def _room_of(self, piece: StatePiece) -> int:
-        return self._terms.dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
+        return self.terms.dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
 
-    def _begun(self, lane: Lane, piece: StatePiece, prove: Proof, buffer: Buffer) -> _Coming:
-        codec = self._terms.dock.codec
+    def _begun(self, lane: Lane, piece: StatePiece, prove: Proof, buffer: Buffer, *, late: bool = False) -> _Coming:
+        codec, is_late = self.terms.dock.codec, late and piece.kind == "part"
+        then = _unproved if is_late else prove
         future = lane.submit(
             lambda cache: self._take(cache, codec, piece, buffer.data),
-            then=lambda taken: self._finished(codec, piece, prove, taken),
+            then=lambda taken: self._finished(codec, piece, then, taken),
             quick=is_quick(prove),
         )
-        return _Coming(piece, buffer, future)
+        return _Coming(piece, buffer, future, partial(self._proof, prove) if is_late else None)
+
+    def _proof(self, prove: Proof, data: Bytes) -> asyncio.Future[bytes]:
+        return asyncio.ensure_future(self.terms.dock.in_thread(prove, memoryview(data.data)))
 
     def _take(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, buffer: Bytes) -> Bytes:
         if self._departure is not None:
+            self.mark(f"{piece.kind}_taken")
             return self._departure.take(codec, piece, buffer)
         slot = self._slot(cache)
         if slot is None or len(slot.sequence) < piece.end:
@@ -196,35 +229,49 @@ class Leaving:
 
     def _finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
         if self._departure is not None:
-            return self._departure.finished(codec, piece, prove, taken)
-        block = codec.finished_block(taken, piece.start, self._generation.tokens[piece.start : piece.end])
+            self.mark(f"{piece.kind}_copied")
+            finished = self._departure.finished(codec, piece, prove, taken)
+            self.mark(f"{piece.kind}_proved")
+            return finished
+        block = codec.finished_block(taken, piece.start, self.generation.tokens[piece.start : piece.end])
         return block, prove(memoryview(block.data))
+
+    def mark(self, name: str) -> None:
+        """Notes the time of something in the pause."""
+        if self.marks is not None:
+            self.marks.note(name)
 
     def _slot(self, cache: PrefixCache) -> Slot | None:
         """Where it runs; None when it has ended, or waits for a slot again."""
-        return next((slot for slot in cache.slots if slot.generation is self._generation), None)
+        return next((slot for slot in cache.slots if slot.generation is self.generation), None)
 
     # --- the stop -------------------------------------------------------------------------------
 
-    def _watched(self, manifest: Manifest) -> None:
+    def watched(self, manifest: Manifest) -> None:
+        """Behind `stopped`: from here on its time runs."""
         self._manifest = manifest
         self._watch = asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._stopped_too_long)
 
-    def _stopped(self, cache: PrefixCache) -> Generator[None, None, Manifest]:
+    def stopped(self, cache: PrefixCache) -> Generator[None, None, Manifest]:
+        """Takes the generation out of its slot, on the core's thread. Raises SlotBusy, and StateError for what cannot travel."""
         yield from ()
-        terms, generation, slot = self._terms, self._generation, self._slot(cache)
+        terms, generation, slot = self.terms, self.generation, self._slot(cache)
         if slot is None or not slot.decoding or slot.transfer:
             raise SlotBusy(
                 "The generation has ended, waits for a slot or computes its prompt; it moves while it writes."
             )
         if generation.spans:
             raise StateHasImages("The conversation shows images, whose state stays here.")
+        self.marks = Marks()
         self._core.write_text()
         require_tellable(generation.siblings or (generation,))
         look = slot_look(cache, terms.dock.codec, slot)
         cuts = tuple((piece.end, piece.size_bytes) for piece in sorted(self._cuts, key=lambda piece: piece.end))
         there = replace(look, checkpoints=cuts)
-        pieces = planned(there, terms.layout, terms.block_tokens, checkpoints=True, drafts=terms.dock.codec.drafts)
+        drafts = terms.dock.codec.drafts
+        pieces = planned(
+            there, terms.layout, terms.block_tokens, checkpoints=True, drafts=drafts, gone=tuple(self._gone)
+        )
         slot.generation, slot.transfer = None, "export"
         self._departure = Departure(slot, look, {})
         return Manifest(
@@ -237,7 +284,7 @@ class Leaving:
         Raises StateError when it does already."""
         if self._watch is None or self._resuming is not None:
             raise StateError("The generation was stopped for too long and goes on here.")
-        self._unwatch()
+        self.unwatch()
 
     @property
     def unsent_pieces(self) -> list[StatePiece]:
@@ -246,12 +293,13 @@ class Leaving:
         left = [piece for piece in pieces if piece.kind != "checkpoint"]
         return [piece for piece in left if piece.kind != "block" or piece.start >= self.sent_tokens]
 
-    async def rest(self, prove: Proof = checksum_of) -> AsyncGenerator[ExportedPiece, None]:
+    async def rest(self, prove: Proof = checksum_of, *, late: bool = False) -> AsyncGenerator[ExportedPiece, None]:
         """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers, and close
-        this (`aclosing`): some more are on their way out where there is room for them."""
+        this (`aclosing`): some more are on their way out where there is room for them. `late`: the last part, which is large, may
+        be given before its proof is made."""
         if self._manifest is None:
             raise StateError("The generation has not been stopped.")
-        lane, arena = self._terms.dock.lane(), self._terms.dock.arena
+        lane, arena = self.terms.dock.lane(), self.terms.dock.arena
         left, coming = deque(self.unsent_pieces), deque[_Coming]()
         try:
             while left or coming:
@@ -260,7 +308,7 @@ class Leaving:
                     buffer = arena.take_now(room) if coming else await arena.take(room)
                     if buffer is None:
                         break
-                    coming.append(self._begun(lane, left.popleft(), prove, buffer))
+                    coming.append(self._begun(lane, left.popleft(), prove, buffer, late=late))
                 yield await coming.popleft().done()
         finally:
             for one in coming:
@@ -268,7 +316,8 @@ class Leaving:
 
     # --- one of two ends --------------------------------------------------------------------------
 
-    def _ended(self, cache: PrefixCache) -> Generator[None, None, None]:
+    def ended(self, cache: PrefixCache) -> Generator[None, None, None]:
+        """The generation has moved, and its slot is free."""
         yield from ()
         if self._departure is None:
             return
@@ -277,113 +326,50 @@ class Leaving:
         tokens, origin = slot.sequence.tokens, slot.sequence.origin
         slot.sequence.clear()
         forget_moved(cache, tokens, origin)
-        self._core.end_moved(self._generation)
+        self._core.end_moved(self.generation)
 
-    def _require_stopped(self) -> None:
+    def require_stopped(self) -> None:
+        """Raises StateError."""
         if self._departure is None:
             raise StateError("The generation was not stopped, or goes on here again.")
 
     async def _resume(self) -> None:
-        self._unwatch()
+        self.unwatch()
         try:
-            await self._terms.dock.perform(self._ended if self.is_there else self._resumed)
+            await self.terms.dock.perform(self.ended if self.is_there else self.resumed)
         except EngineStopping as error:
-            self._end_with_engine(error)
+            self.end_with_engine(error)
 
-    def _end_with_engine(self, error: EngineStopping) -> None:
+    def end_with_engine(self, error: EngineStopping) -> None:
         """It stands in no slot and no line, so nobody else would end it."""
         if self._departure is None:
             return
         self._departure = None
-        generation, stats = self._generation, self._generation.stats(time.monotonic())
+        generation, stats = self.generation, self.generation.stats(time.monotonic())
         if self.is_there:
             generation.mailbox.put(Piece(generation.choice, finish_reason="moved", stats=stats))
         else:
             generation.mailbox.put(Piece(generation.choice, error=error, stats=stats))
 
-    def _resumed(self, cache: PrefixCache) -> Generator[None, None, None]:
+    def resumed(self, cache: PrefixCache) -> Generator[None, None, None]:
+        """The generation goes on here, if it was stopped."""
         yield from ()
         if self._departure is not None:
             slot, self._departure = self._departure.slot, None
             slot.transfer = ""
-            slot.begin(self._generation)
+            slot.begin(self.generation)
 
     def _stopped_too_long(self) -> None:
         log.warning("a generation was stopped for a move that did not end in %.0f s; it goes on here", STOP_LIMIT_S)
         self._watch = None
         self._resuming = asyncio.ensure_future(self._resume())
 
-    def _unwatch(self) -> None:
+    def unwatch(self) -> None:
+        """No clock ends the stop any more."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
 
 
-async def stop_together(leavings: Sequence[Leaving]) -> dict[Leaving, Manifest]:
-    """Takes the choices of one request out of their slots between two steps; those that have ended meanwhile are not in what is
-    returned. What `rest` gives is all that is still missing then.
-
-    Raises SlotBusy while a prompt is being computed or one of them waits, StateError for what cannot travel, and then none is
-    stopped; SessionNotHeld when all have ended.
-    """
-    dock = leavings[0]._terms.dock
-
-    def stopped(cache: PrefixCache) -> Generator[None, None, dict[Leaving, Manifest]]:
-        running = [one for one in leavings if one._generation.outcome is None]
-        try:
-            manifests = {}
-            for one in running:
-                manifests[one] = yield from one._stopped(cache)
-            return _as_group(manifests)
-        except BaseException:
-            for one in running:
-                yield from one._resumed(cache)
-            raise
-
-    def back(stopped: dict[Leaving, Manifest]) -> Callable[[PrefixCache], Generator[None, None, None]]:
-        def work(cache: PrefixCache) -> Generator[None, None, None]:
-            for one in stopped:
-                yield from one._resumed(cache)
-
-        return work
-
-    manifests: dict[Leaving, Manifest] = await dock.take(stopped, back)
-    for one, manifest in manifests.items():
-        one._watched(manifest)
-    return manifests
-
-
-def _as_group(manifests: dict[Leaving, Manifest]) -> dict[Leaving, Manifest]:
-    """Each says which choices go on together, the first also what became of the others."""
-    if not manifests:
-        raise SessionNotHeld("The request ended before it could move.")
-    choices = tuple(one._generation.choice for one in manifests)
-    ended = ended_choices(next(iter(manifests))._generation.siblings)
-    grouped: dict[Leaving, Manifest] = {}
-    for one, manifest in manifests.items():
-        assert manifest.generation is not None
-        state = replace(manifest.generation, moves_with=choices, ended=() if grouped else ended)
-        grouped[one] = replace(manifest, generation=state)
-    return grouped
-
-
-async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
-    """The other engine has all of them: they end here as moved, and their slots are free; also where this engine ends meanwhile.
-    Raises StateError when one goes on here already, or for another's fence; then none ends."""
-    for one in leavings:
-        if one._fence != fence:
-            raise StateError(f"The move was granted as number {one._fence}, not {fence}.")
-
-    def ended(cache: PrefixCache) -> Generator[None, None, None]:
-        for one in leavings:
-            one._require_stopped()
-        for one in leavings:
-            yield from one._ended(cache)
-
-    try:
-        await leavings[0]._terms.dock.perform(ended)
-    except EngineStopping as error:
-        for one in leavings:
-            one._end_with_engine(error)
-    for one in leavings:
-        one._unwatch()
+def _unproved(_data: memoryview) -> bytes:
+    return b""

@@ -17,7 +17,7 @@ from engines.errors import EngineError, GenerationStays, ProtocolBroken, StateEr
 from engines.rpc_handoff import HandoffClient
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Mailbox
-from engines.runtime.handoff_choices import gone_on
+from engines.runtime.handoff_choices import gone_on, making_of
 from engines.runtime.handoff_entry import free_slot
 from engines.runtime.handoff_in import ArrivingHandoffs
 from engines.runtime.handoff_out import LeavingHandoffs
@@ -25,10 +25,11 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.prefix_marks import marks_of
 from engines.runtime.preparation import Preparation
 from engines.runtime.sampler import Sampler
-from engines.runtime.state_adopt import Adopting, adopting, begin_together
+from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_follow import Leaving
 from engines.runtime.state_snapshot import Manifest, resumed
+from engines.runtime.state_together import begin_together
 from engines.wire_handoff import (
     FORM,
     AdoptAnswer,
@@ -285,14 +286,14 @@ async def test_who_gives_a_move_up_while_it_begins_leaves_the_slot_to_the_genera
                 manifest = await stopped(leaving)
                 await rest_of(leaving, arriving, manifest)
         begins, given_up = threading.Event(), threading.Event()
-        look = arriving._require_whole
+        look = arriving.require_whole
 
         def held_up() -> None:
             look()
             begins.set()
             given_up.wait(60)
 
-        monkeypatch.setattr(arriving, "_require_whole", held_up)
+        monkeypatch.setattr(arriving, "require_whole", held_up)
         moved = resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60)
         beginning = asyncio.create_task(begin_together([(arriving, manifest)], [moved]))
         assert await asyncio.to_thread(begins.wait, 60)
@@ -339,7 +340,7 @@ async def test_a_move_that_is_broken_off_while_its_generation_is_made_leaves_no_
             await until(lambda: len(taken) == pool._max_workers)
             preparation = Preparation(away.config, away)
             going = asyncio.create_task(
-                gone_on([(arriving, manifest)], preparation, theirs.dock, time.monotonic() + 60)
+                gone_on([(arriving, manifest)], making_of([manifest], preparation, theirs.dock, time.monotonic() + 60))
             )
             await until(lambda: pool._work_queue.qsize() > 0)
             going.cancel()

@@ -22,8 +22,9 @@ from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_adopt import adopting
-from engines.runtime.state_follow import Leaving, commit_together
+from engines.runtime.state_follow import Leaving
 from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_together import commit_together
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.engines.runtime.test_state_follow import FENCE, followed, gone_on, rest_of, stopped

@@ -19,12 +19,13 @@ from engines.runtime.generation import Generation as Work
 from engines.runtime.generation import Mailbox
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import SamplingParams
-from engines.runtime.state_adopt import Adopting, adopting, begin_together
+from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_export import ExportedPiece
-from engines.runtime.state_follow import Leaving, commit_together, stop_together
+from engines.runtime.state_follow import Leaving
 from engines.runtime.state_forms import checksum_of
 from engines.runtime.state_snapshot import Manifest, resumed
+from engines.runtime.state_together import begin_together, commit_together, stop_together
 from engines.runtime.state_transfer import Delivery
 from engines.runtime.thinking_budget import ThinkingBudget
 from tests.engines.runtime.test_core import finished, generation, prompt_of, run

@@ -15,10 +15,11 @@ from engines.runtime.core import EngineCore
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_adopt import adopting
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_follow import Leaving, commit_together, stop_together
+from engines.runtime.state_follow import Leaving
 from engines.runtime.state_forms import checksum_of
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import Manifest, StatePiece
+from engines.runtime.state_together import commit_together, stop_together
 from engines.runtime.state_transfer import Delivery
 from tests.engines.runtime.late_copies import LateCopies
 from tests.engines.runtime.test_core import finished, prompt_of, run

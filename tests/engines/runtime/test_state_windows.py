@@ -12,7 +12,8 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_adopt import adopting
 from engines.runtime.state_codec import StateCodec
 from engines.runtime.state_desk import StateDesk
-from engines.runtime.state_follow import Leaving, commit_together
+from engines.runtime.state_follow import Leaving
+from engines.runtime.state_together import commit_together
 from tests.engines.runtime.test_core import finished, prompt_of, run
 from tests.engines.runtime.test_state_codec import done
 from tests.engines.runtime.test_state_desk import desk_of, exported, opened, restored
