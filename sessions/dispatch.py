@@ -66,6 +66,15 @@ _FORMS = _NO_SPLIT | {Reason.FORCED, Reason.MODE}
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A model's engines as they were asked for at a time (monotonic); with `is_doubted` somebody found one of them gone since."""
+
+    endpoints: list[EngineEndpoint]
+    asked_s: float
+    is_doubted: bool = False
+
+
 class ReadyEngines:
     """The engines that were ready a moment ago, so that the way of a request to its first token has no database in it.
 
@@ -74,7 +83,7 @@ class ReadyEngines:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str | None, tuple[list[EngineEndpoint], float]] = {}
+        self._known: dict[str | None, _Known] = {}
         self._times_forgotten = 0
 
     async def of(self, model_name: str | None) -> list[EngineEndpoint]:
@@ -83,24 +92,25 @@ class ReadyEngines:
         Raises as `loading.engines_for` does.
         """
         known = self._known.get(model_name)
-        if known is not None and time.monotonic() - known[1] < READY_CACHE_S:
-            return known[0]
+        if known is not None and not known.is_doubted and time.monotonic() - known.asked_s < READY_CACHE_S:
+            return known.endpoints
         asked_s, times_forgotten = time.monotonic(), self._times_forgotten
-        usable = known is not None and asked_s - known[1] < OUTAGE_S
         try:
             # Placing a model that nobody serves takes longer than looking up who does.
-            patience_s = DATABASE_PATIENCE_S if usable else FIRST_PATIENCE_S
+            patience_s = DATABASE_PATIENCE_S if _is_usable(known, asked_s) else FIRST_PATIENCE_S
             endpoints = await in_db_within(patience_s, loading.engines_for, model_name)
         except DatabaseError as error:
-            if known is None or not usable or times_forgotten != self._times_forgotten:
+            # As it is now: somebody may have found one of them gone meanwhile.
+            known = self._known.get(model_name)
+            if known is None or not _is_usable(known, asked_s):
                 raise
             logger.warning("the database does not answer, going by the engines of before: %s", error)
-            return known[0]
+            return known.endpoints
         if len(self._known) >= MAX_CACHED_MODELS:
             self._known.clear()
         # An answer that was on its way while somebody found an engine gone may still name that engine.
         if times_forgotten == self._times_forgotten:
-            self._known[model_name] = (endpoints, asked_s)
+            self._known[model_name] = _Known(endpoints, asked_s)
         return endpoints
 
     async def refresh(self, model_name: str | None) -> list[EngineEndpoint]:
@@ -108,13 +118,20 @@ class ReadyEngines:
         asked_s, times_forgotten = time.monotonic(), self._times_forgotten
         endpoints = await in_db_within(DATABASE_PATIENCE_S, ready_engines, model_name)
         if times_forgotten == self._times_forgotten:
-            self._known[model_name] = (endpoints, asked_s)
+            self._known[model_name] = _Known(endpoints, asked_s)
         return endpoints
 
-    def forget(self) -> None:
-        """The next question goes to the database."""
-        self._known.clear()
+    def forget(self, gone: EngineEndpoint) -> None:
+        """The next question goes to the database; where that does not answer, to the others that are known."""
+        for model_name, known in list(self._known.items()):
+            others = [one for one in known.endpoints if one.engine_id != gone.engine_id]
+            self._known[model_name] = _Known(others, known.asked_s, is_doubted=True)
         self._times_forgotten += 1
+
+
+def _is_usable(known: _Known | None, now_s: float) -> bool:
+    """Whether requests may go by it while the database does not answer."""
+    return known is not None and bool(known.endpoints) and now_s - known.asked_s < OUTAGE_S
 
 
 @dataclass(frozen=True)
@@ -373,7 +390,7 @@ class Dispatcher:
 
     def lost(self, endpoint: EngineEndpoint) -> None:
         """The engine does not answer: nothing that it held counts any more."""
-        self.ready.forget()
+        self.ready.forget(endpoint)
         self.board.forget(endpoint)
         self.hints.forget(endpoint.engine_id)
 

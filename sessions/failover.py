@@ -16,6 +16,7 @@ import time
 from dataclasses import replace
 
 import aiohttp
+from django.db import Error as DatabaseError
 
 from engines import services as engines
 from engines.client import READ_SILENCE_S, EngineClient
@@ -88,6 +89,12 @@ class Failover:
         while True:
             try:
                 return await self._tried(failed, wishes, from_event)
+            except DatabaseError as error:
+                # Who serves nobody can tell for now.
+                nobody_is_left = True
+                logger.info("request %s cannot go on yet: %s", self._request.request_id, error)
+                if time.monotonic() + PAUSE_S > until:
+                    raise
             except EngineError as error:
                 nobody_is_left = isinstance(error, (NoEngineReady, PoolBusy))
                 is_late = time.monotonic() + PAUSE_S > until
@@ -120,7 +127,7 @@ class Failover:
         for engine in sorted(short, key=lambda one: one.context_tokens, reverse=True):
             try:
                 response = await self._tried([], replace(wishes, engine_name=engine.name), from_event, may_cut=True)
-            except EngineError as error:
+            except (EngineError, DatabaseError) as error:
                 logger.info("request %s cannot go on at engine %s: %s", self._request.request_id, engine.name, error)
                 continue
             self._request.record.mark("shorter_context_s")

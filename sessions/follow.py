@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
+from django.db import Error as DatabaseError
 
 from engines.client import ANSWER_TIMEOUT_S, EngineClient
 from engines.errors import EngineError, EngineUnreachable, GenerationMoved, HandoffUnknown
 from engines.services import EngineEndpoint
-from pools.db import in_db
+from pools.db import in_db_within
 from sessions import handoffs
 from sessions.dialects import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from sessions.engine_call import EngineCall
@@ -33,6 +35,8 @@ ARRIVAL_TRIES = 3
 ARRIVAL_PAUSE_S = 0.3
 # A lost engine's move was committed or was not; the other one knows within its own patience with a silent source.
 LOST_PATIENCE_S = 25.0
+# The row says where it goes. A target that nobody asks for the answer gives it up a little later.
+ROW_PATIENCE_S, ROW_PAUSE_S, DATABASE_PATIENCE_S = 12.0, 0.3, 3.0
 MAX_NAME_CHARS = 64
 MAX_REFUSAL_BYTES = 1 << 16
 
@@ -113,7 +117,7 @@ class Follower:
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def _opened(self, handoff: str) -> Continuation:
-        self.target = endpoint = await in_db(handoffs.target_of, handoff)
+        self.target = endpoint = await _target_of(handoff)
         headers = {**self._headers(), PATH_HEADER: self._call.dialect.path}
         if created := self._created():
             headers[BEGUN_HEADER] = str(created)
@@ -144,6 +148,19 @@ class Follower:
             self._coming.cancel()
             self._coming.add_done_callback(_let_go)
             self._coming = None
+
+
+async def _target_of(handoff: str) -> EngineEndpoint:
+    """Raises HandoffUnknown, also where the database has not answered for ROW_PATIENCE_S, and NoEngineReady."""
+    until_s = time.monotonic() + ROW_PATIENCE_S
+    while True:
+        try:
+            return await in_db_within(DATABASE_PATIENCE_S, handoffs.target_of, handoff)
+        except DatabaseError as error:
+            if time.monotonic() + ROW_PAUSE_S > until_s:
+                raise HandoffUnknown(f"Where {handoff} goes nobody can tell: {error}") from error
+            logger.info("handoff %s: the database does not answer, asking again: %s", handoff, error)
+        await asyncio.sleep(ROW_PAUSE_S)
 
 
 async def _moved_on(response: aiohttp.ClientResponse) -> str:

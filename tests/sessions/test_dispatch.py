@@ -45,7 +45,7 @@ async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_whe
 
     await in_db(set_ready, engine, 8081)
     assert await ready.of("tiny") == [endpoint]
-    ready.forget()
+    ready.forget(endpoint)
     assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8081"]
 
     monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
@@ -58,7 +58,13 @@ async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
-    await in_db(lambda: set_ready(add_engine(add_model(tiny_model("llama").path, tmp_path)), 8080))
+
+    def write() -> None:
+        variant = add_model(tiny_model("llama").path, tmp_path)
+        set_ready(add_engine(variant, name="cpu-0"), 8080)
+        set_ready(add_engine(variant, name="cpu-1"), 8081)
+
+    await in_db(write)
     ready = ReadyEngines()
     known = await ready.of("tiny")
     monkeypatch.setattr(dispatch, "DATABASE_PATIENCE_S", 0.05)
@@ -67,8 +73,10 @@ async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before
         assert await ready.of("tiny") == known
         with pytest.raises(DatabaseError):
             await ReadyEngines().of("tiny")
-        # One that failed is not believed in for want of news.
-        ready.forget()
+        # One that failed is not believed in for want of news; the others are.
+        ready.forget(known[0])
+        assert await ready.of("tiny") == known[1:]
+        ready.forget(known[1])
         with pytest.raises(DatabaseError):
             await ready.of("tiny")
 

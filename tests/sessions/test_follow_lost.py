@@ -49,7 +49,7 @@ def arrived(*written: Any) -> bytes:
 CLOSED = mark([0, 0, [], {"closed": True}])
 
 
-async def _cut(response: web.StreamResponse) -> None:
+async def cut(response: web.StreamResponse) -> None:
     response._req.transport.abort()
 
 
@@ -91,7 +91,7 @@ async def test_what_was_lost_on_the_way_with_the_source_is_written_once_more(
     async def dies(response: web.StreamResponse) -> None:
         async with asyncio.timeout(20):
             await opened.wait()
-        await _cut(response)
+        await cut(response)
 
     async def source(request: web.Request) -> web.StreamResponse:
         asked.append(request.path)

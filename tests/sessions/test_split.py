@@ -15,7 +15,7 @@ from pools.db import in_db
 from pools.models import Model
 from sessions import kv_losses, kv_measuring, kv_probe, split_terms
 from sessions.dialects import CHAT
-from sessions.dispatch import Wishes
+from sessions.dispatch import ReadyEngines, Wishes
 from sessions.identity import Identity, Owner
 from sessions.models import Handoff, SlotLease, Turn
 from sessions.rates_board import RatesBoard
@@ -191,7 +191,7 @@ async def test_what_cannot_be_shared_is_refused_to_who_insists_and_else_not_look
 async def test_quants_of_a_family_share_a_request_once_their_loss_is_known(start: Any) -> None:
     pool = await start("llama", layers=4, family="tiny-quants")
     await in_db(lambda: Model.objects.update(shares_kv_family=True))
-    dispatcher().ready.forget()
+    dispatcher().ready = ReadyEngines()
     with pytest.raises(AssertionError, match="was never measured"):
         await Conversation(LocalClient(), {"X-Session-Id": "early", **SPLIT}).say("Tell of the river.")
     pairs = await in_db(kv_losses.due)
@@ -219,7 +219,7 @@ async def test_quants_of_a_family_share_a_request_once_their_loss_is_known(start
     assert turn.explanation["chosen"]["kv_loss"] == pytest.approx(loss)
     # A person finds that too much.
     await in_db(lambda: Model.objects.update(most_kv_loss=0.0))
-    dispatcher().ready.forget()
+    dispatcher().ready = ReadyEngines()
     with pytest.raises(AssertionError, match="too much is lost"):
         await Conversation(LocalClient(), {"X-Session-Id": "late", **SPLIT}).say("Tell of the river.")
 
