@@ -18,13 +18,15 @@ Values = dict[str, Any]
 
 @dataclass
 class AnswerFacts:
-    """What an answer has told of itself so far. `timings` are llama.cpp's, where the engine sends them."""
+    """What an answer has told of itself so far. `timings` are llama.cpp's, where the engine sends them, of several choices the
+    first one's: the others wait for its prompt. `predicted` are tokens by choice."""
 
     finish_reason: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Values = field(default_factory=dict)
+    predicted: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,17 @@ class AnswerForm:
     error_body: Callable[[EngineError], dict[str, object]]
 
 
-def _note_timings(values: Values, facts: AnswerFacts) -> None:
+def _note_timings(values: Values, facts: AnswerFacts, choice: int = 0) -> None:
+    """Of one choice; what usage says of all together counts more, and is noted behind it."""
     timings = values.get("timings")
-    if isinstance(timings, dict):
+    if not isinstance(timings, dict):
+        return
+    if choice == 0 or not facts.timings:
         facts.timings = timings
         facts.cached_tokens = count(timings, "cache_n")
         facts.prompt_tokens = facts.cached_tokens + count(timings, "prompt_n")
-        facts.completion_tokens = count(timings, "predicted_n")
+    facts.predicted[choice] = count(timings, "predicted_n")
+    facts.completion_tokens = sum(facts.predicted.values())
 
 
 def _note_usage(usage: Any, facts: AnswerFacts) -> None:
@@ -58,15 +64,18 @@ def _note_usage(usage: Any, facts: AnswerFacts) -> None:
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     facts.prompt_tokens = count(usage, "prompt_tokens", "input_tokens") or facts.prompt_tokens
     facts.completion_tokens = count(usage, "completion_tokens", "output_tokens") or facts.completion_tokens
-    facts.cached_tokens = count(details, "cached_tokens") or facts.cached_tokens
+    if isinstance(details, dict) and "cached_tokens" in details:
+        facts.cached_tokens = count(details, "cached_tokens")
 
 
 def _note_choices(values: Values, facts: AnswerFacts) -> None:
+    told = values.get("choices")
+    choices = [choice for choice in told if isinstance(choice, dict)] if isinstance(told, list) else []
+    # A chunk has one choice, whose timings it tells; a whole answer tells those of its first one.
+    _note_timings(values, facts, count(choices[0], "index") if len(choices) == 1 else 0)
     _note_usage(values.get("usage"), facts)
-    _note_timings(values, facts)
-    choices = values.get("choices")
-    for choice in choices if isinstance(choices, list) else ():
-        reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+    for choice in choices:
+        reason = choice.get("finish_reason")
         facts.finish_reason = reason if isinstance(reason, str) else facts.finish_reason
 
 
@@ -75,8 +84,8 @@ def _note_response(values: Values, facts: AnswerFacts) -> None:
     response = values.get("response", values)
     if not isinstance(response, dict):
         return
-    _note_usage(response.get("usage"), facts)
     _note_timings(response, facts)
+    _note_usage(response.get("usage"), facts)
     status = response.get("status")
     if status in ("completed", "incomplete"):
         details = response.get("incomplete_details")
@@ -89,13 +98,14 @@ def _note_message(values: Values, facts: AnswerFacts) -> None:
     message = values.get("message", values)
     if not isinstance(message, dict):
         return
+    _note_timings(message, facts)
     for usage in (message.get("usage"), values.get("usage")):
         if isinstance(usage, dict):
-            facts.cached_tokens = count(usage, "cache_read_input_tokens") or facts.cached_tokens
+            if "cache_read_input_tokens" in usage:
+                facts.cached_tokens = count(usage, "cache_read_input_tokens")
             if "input_tokens" in usage:
                 facts.prompt_tokens = facts.cached_tokens + count(usage, "input_tokens")
             facts.completion_tokens = count(usage, "output_tokens") or facts.completion_tokens
-    _note_timings(message, facts)
     delta = values.get("delta")
     reason = delta.get("stop_reason") if isinstance(delta, dict) else message.get("stop_reason")
     facts.finish_reason = reason if isinstance(reason, str) else facts.finish_reason

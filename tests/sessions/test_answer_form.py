@@ -66,6 +66,28 @@ def test_reason_and_tokens_are_read_in_every_apis_words(
     )
 
 
+def _ended(index: int, **timings: int) -> dict[str, Any]:
+    return {"choices": [{"index": index, "finish_reason": "stop"}], "timings": timings}
+
+
+def _counted(facts: AnswerFacts) -> tuple[int, int, int]:
+    return facts.prompt_tokens, facts.cached_tokens, facts.completion_tokens
+
+
+@pytest.mark.parametrize("form", [CHAT_FORM, COMPLETION_FORM])
+def test_the_tokens_of_all_choices_count_and_their_prompt_once(form: AnswerForm) -> None:
+    """The second choice shares the first one's prompt, which it did not find there."""
+    first = _ended(0, cache_n=0, prompt_n=10, predicted_n=3, queue_ms=1)
+    second = _ended(1, cache_n=9, prompt_n=1, predicted_n=4, queue_ms=50)
+    usage = {"prompt_tokens": 10, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0}}
+    for chunks in ((first, second), (second, first), (first, first, second)):
+        facts = noted(form, *chunks)
+        assert (*_counted(facts), facts.timings["queue_ms"]) == (10, 0, 7, 1)
+        assert _counted(noted(form, *chunks, {"choices": [], "usage": usage})) == (10, 0, 7)
+    whole = {"choices": [*first["choices"], *second["choices"]], "timings": first["timings"], "usage": usage}
+    assert _counted(noted(form, whole)) == (10, 0, 7)
+
+
 def test_an_answer_of_vectors_has_only_usage() -> None:
     facts = noted(USAGE_FORM, {"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}})
     assert (facts.prompt_tokens, facts.completion_tokens, facts.finish_reason) == (7, 0, "")
