@@ -154,12 +154,26 @@ def begin_turn(start: TurnStart, until_s: float = float("inf")) -> int:
 
 
 def _resumed_turn(start: TurnStart) -> int | None:
-    """The turn that another replica of the site began, running again; None where it never wrote it."""
-    turns = Turn.objects.filter(request_id=start.request_id, chat__key_hash=start.identity.key_hash)
-    turns.exclude(state=TurnState.DONE).update(
-        state=TurnState.RUNNING, engine_id=start.engine_id, error_code="", ended_at=None
+    """The turn that another replica of the site began, running again; None where it never wrote it. What that one has counted of
+    it will be counted once more."""
+    turns = Turn.objects.select_for_update().filter(request_id=start.request_id, chat__key_hash=start.identity.key_hash)
+    turn = turns.defer("explanation").first()
+    if turn is None or turn.state == TurnState.DONE:
+        return None if turn is None else turn.pk
+    ChatSession.objects.filter(pk=turn.chat_id).update(
+        prompt_tokens=F("prompt_tokens") - turn.prompt_tokens,
+        completion_tokens=F("completion_tokens") - turn.completion_tokens,
     )
-    return turns.values_list("pk", flat=True).first()
+    Turn.objects.filter(pk=turn.pk).update(
+        state=TurnState.RUNNING,
+        engine_id=start.engine_id,
+        error_code="",
+        ended_at=None,
+        prompt_tokens=0,
+        cached_tokens=0,
+        completion_tokens=0,
+    )
+    return turn.pk
 
 
 def end_turn(turn_id: int, end: TurnEnd) -> bool:

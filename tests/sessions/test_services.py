@@ -56,6 +56,22 @@ def test_a_turn_ends_once(engine: Engine) -> None:
     assert ChatSession.objects.get().prompt_tokens == 10
 
 
+@pytest.mark.parametrize("state", ["cancelled", "done"])
+def test_a_turn_that_goes_on_at_another_replica_counts_once(engine: Engine, state: str) -> None:
+    """Also where the first one wrote down that it broke off; what was done there is only read again."""
+    begun = start(engine)
+    told = replace(end(engine, state), prompt_tokens=10, completion_tokens=0 if state == "cancelled" else 5)
+    services.end_turn(services.begin_turn(begun), told)
+    again = services.begin_turn(replace(begun, resumed=True))
+    chat, turn = ChatSession.objects.get(), Turn.objects.get()
+    counted = (10, 5) if state == "done" else (0, 0)
+    assert (chat.prompt_tokens, chat.completion_tokens) == (turn.prompt_tokens, turn.completion_tokens) == counted
+    assert services.end_turn(again, end(engine)) is (state == "cancelled")
+    chat, turn = ChatSession.objects.get(), Turn.objects.get()
+    assert (chat.turn_count, chat.prompt_tokens, chat.completion_tokens) == (1, 10, 5)
+    assert (turn.state, turn.prompt_tokens, turn.completion_tokens) == ("done", 10, 5)
+
+
 def test_a_split_that_did_not_begin_says_so_at_its_turns_end(engine: Engine) -> None:
     plan = {"why": "it costs least", "split": {"prefill": "cpu-0", "decode": "cpu-1", "state": "running"}}
     turn = services.begin_turn(replace(start(engine), route="pd", explanation=plan))
