@@ -26,6 +26,8 @@ MAX_TEMPLATE_KWARGS_CHARS = 64 << 10
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_REGEX_CHARS = 16 << 10
 MAX_SCHEMA_NESTING = 64
+# As llama.cpp's users say it: as many tokens as the context holds.
+UNBOUNDED, LONGEST_WINDOW_TOKENS = -1, 65536
 # Variables that a template gets from the engine, so that a request cannot give them another meaning.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -164,8 +166,8 @@ class ChatRequest(BaseModel):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=UNBOUNDED)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=UNBOUNDED)] | None = None
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
@@ -174,11 +176,11 @@ class ChatRequest(BaseModel):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=0, le=65536)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=UNBOUNDED, le=LONGEST_WINDOW_TOKENS)] | None = None
     dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
     dry_allowed_length: Annotated[int, Field(ge=1, le=1024)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=0, le=65536)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=UNBOUNDED, le=LONGEST_WINDOW_TOKENS)] | None = None
     dry_sequence_breakers: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=40)]], Field(max_length=32)] | None
     ) = None
@@ -216,6 +218,13 @@ class ChatRequest(BaseModel):
     functions: list[Any] | None = None
     audio: Any = None
     modalities: list[str] | None = None
+
+    @field_validator("max_tokens", "max_completion_tokens")
+    @classmethod
+    def _some_tokens(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError(f"Input should be greater than 0, or {UNBOUNDED}: until the context is full")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -305,7 +314,16 @@ class ChatRequest(BaseModel):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The answer's bound: `max_completion_tokens`, else `max_tokens`, else None (until the context is full)."""
+        """The answer's bound: `max_completion_tokens`, else `max_tokens`; None where it is not said, or `fills_context`."""
+        return None if self.fills_context else self._asked_tokens
+
+    @property
+    def fills_context(self) -> bool:
+        """Whether the answer may go on until the context is full, whatever the engine's default."""
+        return self._asked_tokens == UNBOUNDED
+
+    @property
+    def _asked_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property

@@ -7,6 +7,7 @@ EngineError
 │   └── BodyTooLarge            413  the body exceeds HYDRA_MAX_BODY_BYTES
 ├── ModelNotFound               404  nobody serves a model of that name
 ├── QueueFull                   429  the engine's waiting line is at its bound
+│   └── TooManyAnswers          429  the request asks for more answers than the empty line holds
 ├── DeadlineExceeded            504  the request waited or ran longer than its deadline
 ├── DecodeFailed                500  llama.cpp refused a batch of this request
 ├── ConstraintFailed            400  the form that the request asked for cannot be followed any further
@@ -114,6 +115,15 @@ class QueueFull(EngineError):
     retryable = True
     retry_after_s = 2
     hint = "All slots are busy and the waiting line is full; try again shortly."
+
+
+class TooManyAnswers(QueueFull):
+    """Another engine's line may be longer; at this one it is no use to come back."""
+
+    code = "too_many_answers"
+    retryable = False
+    retry_after_s = 0
+    hint = "Ask for fewer answers at once, or start the engine with a higher queue_limit."
 
 
 class DeadlineExceeded(EngineError):

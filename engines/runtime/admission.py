@@ -88,7 +88,7 @@ class Admission:
         looks, self._looks = self._looks, {}
         if not len(self._waiting):
             return
-        turns = Turns(slot.generation for slot in self._cache.slots if slot.generation)
+        turns = self._waiting.turns(slot.generation for slot in self._cache.slots if slot.generation)
         around, promised, open_kinds = self._around(), self._cache.promised_cells(), self._open_kinds()
         for generation in self._waiting.in_order(turns):
             raw_logits = self.wants_raw_logits(generation)
@@ -161,7 +161,7 @@ class Admission:
         return not self._config.samples_on_device or generation.needs_raw_logits(self._config.device_candidates)
 
     def _start(self, generation: Generation, slot: Slot, source: Source) -> None:
-        self._waiting.remove(generation)
+        self._waiting.begin(generation)
         generation.cuts = [cut for cut in generation.cuts if cut >= self._cache.checkpoint_min_tokens]
         if generation.reuse_prefix:
             self._cache.search.cut_at_fork(generation, source.length)

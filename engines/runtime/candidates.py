@@ -39,6 +39,8 @@ def top_candidates(logits: NDArray[np.float32], count: int) -> tuple[NDArray[np.
     if count < maxima.shape[0]:
         bound = np.partition(maxima, maxima.shape[0] - count)[maxima.shape[0] - count]
         ids = np.flatnonzero(logits >= bound)
+    elif count < size:
+        ids = np.flatnonzero(logits >= np.partition(logits, size - count)[size - count])
     else:
         ids = np.arange(size)
     values = logits[ids]

@@ -26,6 +26,7 @@ from engines.errors import (
     EngineStopping,
     InvalidRequest,
     QueueFull,
+    TooManyAnswers,
     UnsupportedParameter,
 )
 from engines.runtime.chat import ChatTemplate, Prompt
@@ -42,6 +43,7 @@ from engines.runtime.origin import UNKNOWN, RequestOrigin
 from engines.runtime.raw_cuts import raw_cuts
 from engines.runtime.request_defaults import RequestDefaults
 from engines.runtime.sampler import SEED_MASK, SamplingParams
+from engines.runtime.sampler_chain import prepare
 from engines.runtime.text import NOTHING_SAID
 
 if TYPE_CHECKING:
@@ -219,6 +221,7 @@ class Preparation:
             await self.run(bring, generations, self.llama.vocabulary, limit)
         for generation in generations:
             generation.tenant, generation.session = origin.tenant, origin.session
+            generation.owner = generation.owner or origin.session
             generation.followed = origin.follows and not generation.spans
             if generation.followed:
                 generation.siblings = tuple(generations)
@@ -230,6 +233,7 @@ class Preparation:
         with self.media.holding(spans) if spans else nullcontext():
             waiting = generations if origin.resumption is None else origin.resumption.unfinished(generations)
             if waiting:
+                self._refuse_crowd(len(waiting))
                 with self._looking.place() as place:
                     if self.parking is not None:
                         await self.parking.look_up(waiting, origin.stores)
@@ -327,7 +331,7 @@ class Preparation:
                     f"The prompt has {len(prompt)} tokens; the context holds {limit}, the answer included.", param=param
                 )
         params = self._sampling(request)
-        wanted = request.max_new_tokens or self.config.default_max_tokens or limit
+        wanted = request.max_new_tokens or (0 if request.fills_context else self.config.default_max_tokens) or limit
         mailbox = Mailbox()
         now = time.monotonic()
         choices = [list(prompt) for prompt in prompts for _ in range(request.n or 1)]
@@ -355,6 +359,13 @@ class Preparation:
             for index, prompt in enumerate(choices)
         ]
 
+    def _refuse_crowd(self, answers: int) -> None:
+        most = self.config.slots + self.config.queue_limit
+        if answers > most:
+            raise TooManyAnswers(
+                f"The request asks for {answers} answers; this engine takes {most} at once.", param="n"
+            )
+
     def _cuts(self, prompt: Sequence[int], of_template: Sequence[int], spans: SpanMap) -> list[int]:
         """Where a prefix can be cut anywhere a prompt is not stopped for them."""
         if not self.llama.needs_checkpoints:
@@ -366,6 +377,7 @@ class Preparation:
         params = SamplingParams.of(request, self.config, vocabulary.size, vocabulary.end_tokens)
         if self.config.samples_on_device and not self.config.whole_row_sequences:
             self._refuse_whole_vocabulary(params)
+        prepare(params, vocabulary)
         return params
 
     def _refuse_whole_vocabulary(self, params: SamplingParams) -> None:

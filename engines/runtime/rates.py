@@ -62,7 +62,8 @@ class StepWork:
                 tokens += count
                 pairs += pairs_of(len(row.slot.sequence), count)
                 own_pairs += float(count) * (len(row.slot.sequence) + count)
-                if row.slot.generation is not None:
+                # What had to give way computes its text again; its first token is written.
+                if row.slot.generation is not None and row.slot.generation.first_token_at is None:
                     prompts.append((row.slot.generation, count))
             else:
                 streams += 1

@@ -11,7 +11,6 @@ The default parameters are llama.cpp's, because its users' expectations of a loc
 
 from __future__ import annotations
 
-import ctypes
 import math
 import secrets
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from engines.api_schema import ChatRequest
+from engines.api_schema import LONGEST_WINDOW_TOKENS, UNBOUNDED, ChatRequest
 from engines.config import EngineConfig
 from engines.errors import InvalidRequest
 from engines.runtime.candidates import (
@@ -35,6 +34,7 @@ from engines.runtime.candidates import (
 )
 from engines.runtime.constraint import Constraint
 from engines.runtime.llama import Llama
+from engines.runtime.sampler_chain import Chain
 
 SEED_MASK = 0xFFFF_FFFF
 # Tokens that a DRY penalty may push down, on top of those that the plain penalties know.
@@ -102,6 +102,9 @@ class SamplingParams:
             bias.update(dict.fromkeys(end_tokens, float("-inf")))
         given: dict[str, Any] = {name: getattr(config, f"default_{name}") for name in _FROM_CONFIG}
         given |= {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
+        for name in ("repeat_last_n", "dry_penalty_last_n"):
+            if given.get(name) == UNBOUNDED:
+                given[name] = min(config.context_tokens, LONGEST_WINDOW_TOKENS)
         if request.dry_sequence_breakers is not None:
             given["dry_sequence_breakers"] = tuple(request.dry_sequence_breakers)
         seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbits(31)
@@ -118,6 +121,10 @@ class SamplingParams:
         return self.repeat_last_n > 0 and not off
 
     @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n > 0
+
+    @property
     def lifts(self) -> bool:
         """Whether a token outside the likeliest may become the likeliest."""
         penalty_lifts = self.repeat_penalty < 1 or self.presence_penalty < 0 or self.frequency_penalty < 0
@@ -129,7 +136,7 @@ class SamplingParams:
         if self.lifts or (self.temperature > 0 and self.top_k <= 0):
             return None
         spare = (self.repeat_last_n if self.penalises else 0) + len(self.logit_bias)
-        spare += DRY_SPARE_CANDIDATES if self.dry_multiplier > 0 else 0
+        spare += DRY_SPARE_CANDIDATES if self.has_dry else 0
         return (1 if self.temperature == 0 else self.top_k) + spare
 
     def needs_whole_vocabulary(self, device_candidates: int) -> bool:
@@ -150,7 +157,7 @@ class TokenLogprob:
 
 
 class Sampler:
-    """Owns one llama.cpp chain. Lives with its generation across preemption; closed by the thread that owns the context."""
+    """Owns one request's samplers. Lives with its generation across preemption; closed by the thread that owns the context."""
 
     def __init__(self, params: SamplingParams, llama: Llama, constraint: Constraint | None = None) -> None:
         self.params = params
@@ -158,88 +165,39 @@ class Sampler:
         self._llama = llama
         self._bias_ids = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
         self._bias_values = np.array([value for _, value in params.logit_bias], dtype=np.float32)
-        self._greedy = params.temperature == 0
         # Random numbers used up by choices: a sampler elsewhere that skips as many goes on alike.
         self.draws = 0
-        parts = self._parts()
+        # Tokens that penalties know of.
+        self._seen = 0
+        self._wanted = params.wanted_candidates
         self._table = np.zeros(0, dtype=_CANDIDATE)
         self._table_pointer: Any = None
         self._array = llama_cpp.llama_token_data_array()
-        self._chain: Any = None
-        if parts:
-            self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-            for part in parts:
-                llama_cpp.llama_sampler_chain_add(self._chain, part)
-
-    def _parts(self) -> list[Any]:
-        """The chain in llama.cpp's default order. Greedy without penalties needs none: the first candidate is the token."""
-        params, size = self.params, self._llama.vocabulary.size
-        parts = []
-        if params.penalises:
-            parts.append(
-                llama_cpp.llama_sampler_init_penalties(
-                    size,
-                    params.repeat_last_n,
-                    params.repeat_penalty,
-                    params.frequency_penalty,
-                    params.presence_penalty,
-                )
-            )
-        if params.dry_multiplier > 0 and params.dry_penalty_last_n > 0:
-            parts.append(self._dry())
-        if self._greedy:
-            return [*parts, llama_cpp.llama_sampler_init_greedy()] if parts else []
-        if params.top_k > 0:
-            parts.append(llama_cpp.llama_sampler_init_top_k(params.top_k))
-        if params.typical_p < 1:
-            parts.append(llama_cpp.llama_sampler_init_typical(params.typical_p, 1))
-        if params.top_p < 1:
-            parts.append(llama_cpp.llama_sampler_init_top_p(params.top_p, 1))
-        if params.min_p > 0:
-            parts.append(llama_cpp.llama_sampler_init_min_p(params.min_p, 1))
-        if params.xtc_probability > 0:
-            parts.append(llama_cpp.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 1, params.seed))
-        parts.append(llama_cpp.llama_sampler_init_temp(params.temperature))
-        return [*parts, llama_cpp.llama_sampler_init_dist(params.seed)]
-
-    def _dry(self) -> Any:
-        params = self.params
-        breakers = [breaker.encode() for breaker in params.dry_sequence_breakers]
-        return llama_cpp.llama_sampler_init_dry(
-            self._llama.vocabulary.native,
-            params.dry_multiplier,
-            params.dry_base,
-            params.dry_allowed_length,
-            params.dry_penalty_last_n,
-            (ctypes.c_char_p * len(breakers))(*breakers),
-            len(breakers),
-        )
+        chain = Chain(params, llama.vocabulary)
+        self._chain = None if chain.is_empty else chain
 
     def see_prompt(self, tokens: list[int]) -> None:
         """Lets penalties see the prompt's end, as llama-server does; costs nothing without them."""
         params = self.params
         window = params.repeat_last_n if params.penalises else 0
-        window = max(window, params.dry_penalty_last_n if params.dry_multiplier > 0 else 0)
+        window = max(window, params.dry_penalty_last_n if params.has_dry else 0)
         for token in tokens[-window:] if window else ():
-            llama_cpp.llama_sampler_accept(self._chain, token)
+            self._accept(token)
+
+    def _accept(self, token: int) -> None:
+        if self._chain is not None:
+            self._chain.accept(token)
+            self._seen += 1
 
     def skip(self, draws: int) -> None:
-        """Uses up as many random numbers as `draws` choices do, since llama.cpp's generator cannot be set to a place."""
+        """Goes to where a sampler is that has made so many choices."""
         self.draws += draws
-        if self._chain is None or self._greedy:
-            return
-        last = llama_cpp.llama_sampler_chain_get(self._chain, llama_cpp.llama_sampler_chain_n(self._chain) - 1)
-        single = np.zeros(1, dtype=_CANDIDATE)
-        array = llama_cpp.llama_token_data_array()
-        array.data = single.ctypes.data_as(llama_cpp.llama_token_data_p)
-        for _ in range(draws):
-            array.size, array.selected, array.sorted = 1, -1, True
-            llama_cpp.llama_sampler_apply(last, ctypes.byref(array))
+        if self._chain is not None:
+            self._chain.skip(draws)
 
     def take(self, token: int) -> None:
         """Lets penalties and the constraint see a token that was not drawn. Raises ConstraintFailed if it may not come."""
-        if self._chain is not None:
-            llama_cpp.llama_sampler_accept(self._chain, token)
+        self._accept(token)
         if self.constraint is not None:
             self.constraint.accept(token)
 
@@ -252,7 +210,7 @@ class Sampler:
         if self._bias_ids.size:
             # In place: the row is computed anew before anybody reads it again.
             logits[self._bias_ids] += self._bias_values
-        wanted = self.params.wanted_candidates if self._chain is not None else 1
+        wanted = self._decisive_candidates()
         if self.constraint is not None:
             token = self._draw_allowed(self.constraint, logits, wanted)
         elif wanted is None:
@@ -263,6 +221,13 @@ class Sampler:
         else:
             token = self._choose(*top_candidates(logits, wanted))
         return token, None if probabilities is None else self._logprob(probabilities, token)
+
+    def _decisive_candidates(self) -> int | None:
+        """As `wanted_candidates`, by what penalties know of so far: a window that is hardly filled pushes little down."""
+        if self._chain is None:
+            return 1
+        unfilled = max(0, self.params.repeat_last_n - self._seen) if self.params.penalises else 0
+        return None if self._wanted is None else self._wanted - unfilled
 
     def _draw_allowed(self, constraint: Constraint, logits: NDArray[np.float32], wanted: int | None) -> int:
         allowed = constraint.allowed()
@@ -322,11 +287,11 @@ class Sampler:
         table["id"], table["logit"], table["p"] = ids, logits, 0
         array = self._array
         array.data, array.size, array.selected, array.sorted = self._table_pointer, count, -1, in_order
-        llama_cpp.llama_sampler_apply(self._chain, ctypes.byref(array))
+        self._chain.apply(array, self.draws)
         self.draws += 1
         # A sampler may move the array elsewhere, so the token is read where the struct points now.
         token = int(array.data[array.selected].id)
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        self._accept(token)
         return token
 
     def _logprob(self, probabilities: NDArray[np.float32], token: int) -> TokenLogprob:
@@ -337,5 +302,5 @@ class Sampler:
 
     def close(self) -> None:
         if self._chain is not None:
-            llama_cpp.llama_sampler_free(self._chain)
+            self._chain.close()
             self._chain = None

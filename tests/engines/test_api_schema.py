@@ -56,7 +56,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"repeat_last_n": -2}, "repeat_last_n"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"),
@@ -139,6 +140,14 @@ def test_text_parts_are_joined_and_developer_is_known() -> None:
 def test_the_newer_name_of_the_token_limit_wins() -> None:
     body = {"messages": HELLO, "max_tokens": 5, "max_completion_tokens": 7}
     assert parse_chat_request(json.dumps(body).encode()).max_new_tokens == 7
+
+
+def test_minus_one_means_until_the_context_is_full() -> None:
+    for fields in ({"max_tokens": -1}, {"max_completion_tokens": -1}, {"max_completion_tokens": -1, "max_tokens": 5}):
+        request = parsed(**fields)
+        assert (request.fills_context, request.max_new_tokens) == (True, None)
+    assert not parsed().fills_context
+    assert parsed(max_tokens=-1, max_completion_tokens=3).max_new_tokens == 3
 
 
 def test_an_assistant_message_may_consist_of_tool_calls() -> None:

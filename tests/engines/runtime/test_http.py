@@ -211,6 +211,13 @@ def test_a_foreign_web_page_cannot_drive_the_engine(tiny: EngineProcess, headers
     assert (status, value["error"]["code"]) == (403, "foreign_origin")
 
 
+def test_more_answers_than_ever_fit_are_not_told_to_come_back(tiny: EngineProcess) -> None:
+    status, value, headers = post(tiny, {"messages": HELLO, "max_tokens": 3, "n": 4})
+    assert (status, value["error"]["code"], value["error"]["param"]) == (429, "too_many_answers", "n")
+    assert "Retry-After" not in headers
+    assert len(post(tiny, {"messages": HELLO, "max_tokens": 3, "n": 3})[1]["choices"]) == 3
+
+
 def test_clients_that_vanish_leave_no_slot_behind(tiny: EngineProcess) -> None:
     body = json.dumps({"messages": HELLO, "max_tokens": 4000, "stream": True, "temperature": 0}).encode()
     before = _outcomes(tiny).get("cancelled", 0)
@@ -281,6 +288,9 @@ def test_an_answer_without_a_limit_ends_at_the_engines_own(
         assert first["usage"]["completion_tokens"] == 7
         assert first["choices"] == second["choices"]
         assert post(engine, {"messages": HELLO, "max_tokens": 9})[1]["usage"]["completion_tokens"] == 9
+        whole = post(engine, {"messages": HELLO, "max_tokens": -1, "ignore_eos": True})[1]
+        assert whole["usage"]["total_tokens"] == engine.config.context_tokens
+        assert whole["choices"][0]["finish_reason"] == "length"
 
 
 def test_models_and_slots_describe_what_runs(tiny: EngineProcess) -> None:
