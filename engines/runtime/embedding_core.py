@@ -12,7 +12,15 @@ import threading
 import time
 
 from engines.config import EngineConfig, SlotView
-from engines.errors import DeadlineExceeded, DecodeFailed, EngineError, EngineLoading, EngineStopping, QueueFull
+from engines.errors import (
+    DeadlineExceeded,
+    DecodeFailed,
+    EngineError,
+    EngineLoading,
+    EngineStopping,
+    ModelLoadFailed,
+    QueueFull,
+)
 from engines.runtime import memory
 from engines.runtime.embedding_job import EmbeddingJob, settle
 from engines.runtime.embedding_llama import PoolingLlama
@@ -116,7 +124,7 @@ class EmbeddingCore(threading.Thread):
             llama = self._load()
             self._serve()
         except Exception as error:
-            log.exception("the engine's core ended")
+            log.error("the engine's core ended: %s", error, exc_info=not isinstance(error, ModelLoadFailed))
             self.failure, self.state = error, "failed"
         finally:
             self._end_all(EngineStopping("The engine is shutting down."))
