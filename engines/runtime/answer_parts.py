@@ -14,15 +14,21 @@ from engines.runtime.chat_output import ChatDelta, ToolCallDelta
 Kind = Literal["reasoning", "text", "tool_call"]
 
 
-@dataclass(eq=False)
 class Part:
     """One part as far as it is written. `index` is its place among all parts; a tool call's `text` are its arguments."""
 
-    index: int
-    kind: Kind
-    text: str = ""
-    call_id: str = ""
-    name: str = ""
+    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self.index, self.kind, self.call_id, self.name = index, kind, call_id, name
+        self._written: list[str] = []
+
+    @property
+    def text(self) -> str:
+        if len(self._written) > 1:
+            self._written = ["".join(self._written)]
+        return self._written[0] if self._written else ""
+
+    def write(self, text: str) -> None:
+        self._written.append(text)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,13 @@ class AnswerParts:
             if call not in going_on:
                 yield from self._call(call)
 
+    def grow(self, kind: Kind, text: str) -> bool:
+        """Writes to the open part where that would be the only change; False, and nothing done, where it is not of this kind."""
+        if self._open is None or self._open.kind != kind:
+            return False
+        self._open.write(text)
+        return True
+
     def close(self) -> Iterator[Change]:
         """Closes the open part, if there is one."""
         if self._open is not None:
@@ -88,5 +101,5 @@ class AnswerParts:
 
     def _add(self, text: str) -> Iterator[Change]:
         assert self._open is not None
-        self._open.text += text
+        self._open.write(text)
         yield Change("write", self._open, text)

@@ -122,12 +122,16 @@ class ChatOutput:
         self.reasoning_bytes = 0
 
     def feed(self, text: str) -> ChatDelta:
-        if self.plain or self._is_ordinary(text):
+        if self.passes(text):
             return ChatDelta(content=text)
         if self._counts_reasoning:
             self.reasoning_bytes += len(text.encode())
         self._buffer += text
         return self._read(final=False)
+
+    def passes(self, text: str) -> bool:
+        """Whether this text, come next, is content as it stands and needs no feeding."""
+        return self.plain or self._is_ordinary(text)
 
     def _is_ordinary(self, text: str) -> bool:
         """Whether content goes on, nothing is held back, and nothing of `text` needs to be: most tokens beside tools."""

@@ -58,7 +58,11 @@ class ResponsesAnswer:
         return frames
 
     def passed(self, piece: Piece, generation: Generation) -> None:
-        """Only numbered: there is one for each token that was drawn elsewhere."""
+        """Only numbered: there is one for each token that was drawn elsewhere, and nearly all of them are one event."""
+        text = piece.text
+        if text and not piece.is_last and self._output.passes(text) and self._parts.grow("text", text):
+            self._sequence_number += 1
+            return
         self._sequence_number += sum(1 for _ in self._events(piece))
         if piece.stats is not None:
             self._complete(piece, piece.stats, generation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -212,3 +213,31 @@ def test_an_error_in_the_middle_ends_each_stream_in_its_own_way(tiny_vocabulary:
     ][-1]
     ((name, data),) = events(failed.decode())
     assert (name, data["error"]["type"], data["error"]["message"]) == ("error", "api_error", "No more.")
+
+
+@each_transcript
+def test_an_answer_that_comes_from_elsewhere_goes_on_as_if_it_had_been_written_here(
+    tiny_vocabulary: Vocabulary, transcript: Transcript
+) -> None:
+    """Wherever it was cut: what was passed over counts, and is in the whole that its end tells."""
+    generation, pieces = generated(tiny_vocabulary, transcript.text)
+    transcript = replace(transcript, form=replace(transcript.form, call_seed="the same ids"))
+    for make in (messages_answer, responses_answer):
+        here = make(tiny_vocabulary, transcript)
+        here.opening([generation])
+        each = [untimed(here.frames(piece, generation)) for piece in pieces]
+        for cut in range(0, len(pieces), max(1, len(pieces) // 8)):
+            there = make(tiny_vocabulary, transcript)
+            there.opening([generation])
+            for piece in pieces[:cut]:
+                there.passed(piece, generation)
+            assert [untimed(there.frames(piece, generation)) for piece in pieces[cut:]] == each[cut:], cut
+
+
+def untimed(frames: list[bytes]) -> list[tuple[str, Any]]:
+    """The events but for the moments at which a response began and ended."""
+    found = events(b"".join(frames).decode())
+    for _, data in found:
+        for moment in ("created_at", "completed_at"):
+            data.get("response", {}).pop(moment, None)
+    return found
