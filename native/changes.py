@@ -16,7 +16,9 @@ from native.kept_candidates import KEPT_CANDIDATES
 from native.quant_tiles import QUANT_TILES
 from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
+from native.state_copies import STATE_COPIES
 from native.state_ranges import STATE_RANGES
+from native.written_states import WRITTEN_STATES
 
 CHANGES = (
     # A context that can take back K tokens of a recurrent model copies K + 1 states of the convolution in every layer and step,
@@ -144,10 +146,12 @@ CHANGES = (
         "// whether flag 4 queues copies\n"
         "bool llama_state_seq_queues(void) {\n    return true;\n}\n",
     ),
+    *WRITTEN_STATES,
     *KEPT_CANDIDATES,
     *CELL_WINDOW,
     *ROW_BLOCKS,
     *STATE_RANGES,
+    *STATE_COPIES,
     *CPU_MASKS,
     *QUANT_TILES,
 )

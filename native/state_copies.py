@@ -23,8 +23,8 @@ STATE_COPIES = (
         _CONTEXT,
         "class llama_io_write_dummy : public llama_io_write_i {\n",
         """// more than this at once is not found in a core's caches again by whoever reads it next
-static constexpr size_t STATE_STREAM_IN  =  1u << 20;
-static constexpr size_t STATE_STREAM_OUT = 16u << 20;
+static constexpr size_t STATE_STREAM_IN  = 1u << 20;
+static constexpr size_t STATE_STREAM_OUT = 6u << 20;
 
 // a copy whose target is not read into the caches
 static void state_stream(void * dst, const void * src, size_t size) {

@@ -58,8 +58,9 @@ log = logging.getLogger("hydra.engine.state")
 THREADS = 2
 # Threads that prove pieces: one more than there are cores beside the core's thread would only take turns with it.
 MOST_PROVERS = 4
-# With one core a thread of its own would only take turns with the core's.
-LEAST_PROVING_CORES = 2
+# With fewer a thread for it would take turns with the core's thread, the event loop and whoever is at the other end, and would
+# have to fetch what the core's thread has in its caches.
+LEAST_PROVING_CORES = 4
 ARENA_BYTES = 64 << 20
 
 
@@ -99,7 +100,6 @@ class StateDesk:
         cores = len(os.sched_getaffinity(0))
         provers = min(MOST_PROVERS, max(1, cores - 1))
         self._proves_apart = cores >= LEAST_PROVING_CORES
-        self._pairs_prove_apart = cores >= 2 * LEAST_PROVING_CORES
         self._provers = ThreadPoolExecutor(provers, thread_name_prefix="state-proof")
         self._metrics = StateMetrics(core.metrics.registry, lambda: float(core.codec is not None))
         self._arena: Arena | None = None
@@ -237,9 +237,7 @@ class StateDesk:
         )
         arrival.ids = ids
         try:
-            await received(dock, arrival, manifest.pieces, source)
-            await complete()
-            await dock.perform(lambda cache: arrival.finish())
+            await received(dock, arrival, manifest.pieces, source, complete)
         except BaseException:
             await self._abort(dock, arrival)
             raise
@@ -368,11 +366,7 @@ class StateDesk:
                 self._arena = await to_its_end(
                     asyncio.get_running_loop().run_in_executor(self._threads, self._make_arena)
                 )
-        apart, pairs_apart = self._proves_apart, self._pairs_prove_apart
-        return Dock(
-            self._core, codec, self._arena, self._threads, self._provers,
-            proves_apart=apart, pairs_prove_apart=pairs_apart,
-        )  # fmt: skip
+        return Dock(self._core, codec, self._arena, self._threads, self._provers, proves_apart=self._proves_apart)
 
     def _make_arena(self) -> Arena:
         codec = self._codec()

@@ -42,22 +42,18 @@ class Dock:
         provers: ThreadPoolExecutor,
         *,
         proves_apart: bool = True,
-        pairs_prove_apart: bool = True,
     ) -> None:
-        """`proves_apart` False: a checksum is made by the core's thread, beside which there is no core to spare for it.
-        `pairs_prove_apart` the same where another engine of this machine works at the same pieces."""
+        """`proves_apart` False: a checksum is made by the core's thread, beside which there is no core to spare for it."""
         self.codec = codec
         self.arena = arena
         self._core = core
         self._threads = threads
         self._provers = provers
         self._proves_apart = proves_apart
-        self._pairs_prove_apart = proves_apart and pairs_prove_apart
 
     def lane(self, *, paired: bool = False) -> Lane:
         """`paired`: another engine of this machine takes the pieces in meanwhile, or gives them."""
-        proves_apart = self._pairs_prove_apart if paired else self._proves_apart
-        return Lane(self._core, self.codec, self._provers, proves_apart=proves_apart, tells_each=paired)
+        return Lane(self._core, self.codec, self._provers, proves_apart=self._proves_apart, tells_each=paired)
 
     def has_room(self, under_way: Iterable[int], size_bytes: int, *, coming_in: bool = False) -> bool:
         """Whether a transfer may have one more piece of `size_bytes` under way beside pieces of these sizes."""
@@ -90,7 +86,8 @@ class Lane:
     """One transfer's jobs for the core's thread: a slice each, in order, as one errand for as long as there are some.
 
     An errand per job would leave the core idle for the way to the event loop and back after each. What a job needs before it
-    (`first`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it along. Where the codec
+    (`first`), while it goes on (`beside`) or after it (`then`) runs on a thread beside it. One that fails takes those behind it
+    along; those behind a `beside` that fails are only held up where they are `closing`. Where the codec
     queues, a job counts as done once a call of the next one has waited for its copies, and else once they were waited for. Where
     nothing is proved apart, what a quick job needs is done by the core's thread itself: its bytes are then in the caches of the
     core that copies them. `tells_each`: another engine waits for each job's end, which is told at once.
@@ -115,6 +112,8 @@ class Lane:
         self._untold: list[tuple[asyncio.Future[Any], Any, BaseException | None]] = []
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
+        # What jobs have beside them, by the order of the jobs; used on the event loop.
+        self._proofs: list[Future[object]] = []
         self._runner: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
@@ -123,18 +122,35 @@ class Lane:
         job: Callable[[PrefixCache], Any],
         *,
         first: Callable[[], object] | None = None,
+        beside: Callable[[], object] | None = None,
         then: Callable[[Any], Any] | None = None,
         quick: bool = False,
+        closing: bool = False,
     ) -> asyncio.Future[Any]:
-        """The future of what `then`, given the job's result, gives; of the job's result without it. `quick`: both go through the
-        job's bytes about as fast as memory gives them.
+        """The future of what `then`, given the job's result, gives; of the job's result without it. `quick`: all of them go
+        through the job's bytes about as fast as memory gives them. `beside`, where it is quick and there is a thread for it, may
+        end after the job, and else comes before `first`; the future waits for it. A `closing` job waits for its own and all
+        earlier ones.
 
         Whoever gave the job memory must wait for the future (`to_its_end`), also when cancelled.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
         at_once = quick and not self._proves_apart
-        ready = self._threads.submit(first) if first and not at_once else None
-        self._jobs.append(_Job(job, future, ready, first if at_once else None, then, at_once))
+        proof: Future[object] | None = None
+        if beside is not None and (at_once or closing or not quick):
+            first = partial(_in_turn, beside, first)
+        elif beside is not None:
+            proof = self._threads.submit(beside)
+        awaited: list[Future[object]] = []
+        if closing:
+            awaited += self._proofs
+            self._proofs = []
+        if first is not None and not at_once and proof is None:
+            awaited.append(self._threads.submit(first))
+            first = None
+        if proof is not None:
+            self._proofs.append(proof)
+        self._jobs.append(_Job(job, future, tuple(awaited), first, then, at_once, proof))
         if self._runner is None or self._runner.done():
             self._runner = asyncio.ensure_future(self._run())
         return future
@@ -148,18 +164,18 @@ class Lane:
                 await self._core.perform(self._work)
             except EngineError as error:  # the core has ended; what it did not take will not be done
                 while self._jobs:
-                    self._settle(self._jobs.popleft(), None, error)
+                    self._fail(self._jobs.popleft(), error)
                 self._tell()
             if self._jobs and self._jobs[0] is head:
                 await self._head_is_ready()
 
     async def _head_is_ready(self) -> None:
-        ready = self._jobs[0].ready
-        if ready is not None and not ready.done():
-            coming = asyncio.wrap_future(ready)
-            await asyncio.wait((coming,))
-            if not coming.cancelled():
-                coming.exception()  # looked at: the job raises it
+        for awaited in self._jobs[0].awaited:
+            if not awaited.done():
+                coming = asyncio.wrap_future(awaited)
+                await asyncio.wait((coming,))
+                if not coming.cancelled():
+                    coming.exception()  # looked at: the job raises it
 
     def _work(self, cache: PrefixCache) -> Generator[None, None, None]:
         began_at = time.monotonic()
@@ -182,21 +198,22 @@ class Lane:
     def _gets_ready(self, cache: PrefixCache, began_at: float) -> bool:
         """Waits for what the next job needs, where the codec queues, while nothing decodes and the slice lasts: an errand that
         ends waits for what is queued, and the next one begins two threads later."""
-        ready, left_s = self._jobs[0].ready, began_at + IDLE_SLICE_S - time.monotonic()
-        if ready is None or not self._codec.queues or cache.busy or left_s <= 0:
+        until, job = began_at + IDLE_SLICE_S, self._jobs[0]
+        if not self._codec.queues or cache.busy or time.monotonic() >= until:
             return False
         self._tell()
-        with suppress(TimeoutError, CancelledError):
-            ready.exception(left_s)
-        return ready.done()
+        for awaited in job.awaited:
+            with suppress(TimeoutError, CancelledError):
+                awaited.exception(max(0.0, until - time.monotonic()))
+        return job.is_ready
 
     def _advance(self, job: _Job, cache: PrefixCache) -> None:
         calls = self._codec.calls
         try:
             if self._failure is not None:
                 raise self._failure
-            if job.ready is not None:
-                job.ready.result()
+            for awaited in job.awaited:
+                awaited.result()
             if job.first is not None:
                 job.first()
             result = job.work(cache)
@@ -204,7 +221,7 @@ class Lane:
             # What it had queued before it failed would still go on in memory that is another's then.
             self._settle_queued(also_unnoted=True)
             self._failure = error
-            self._settle(job, None, error)
+            self._fail(job, error)
             return
         self._queued.append((job, result))
         if self._codec.queues and self._codec.calls != calls:
@@ -225,6 +242,9 @@ class Lane:
             self._worked(job, result)
 
     def _worked(self, job: _Job, result: Any) -> None:
+        if job.proof is not None:
+            self._proved(job, result, job.proof)
+            return
         if job.then is None:
             self._settle(job, result, None)
             return
@@ -238,6 +258,30 @@ class Lane:
             self._threads.submit(job.then, result).add_done_callback(partial(self._after, job))
         except RuntimeError:  # the threads were ended
             self._settle(job, None, CancelledError())
+
+    def _proved(self, job: _Job, result: Any, proof: Future[object]) -> None:
+        """The job counts as done when its proof is."""
+        if not proof.done():
+            proof.add_done_callback(partial(self._proved_late, job, result))
+            return
+        self._settle(job, result, CancelledError() if proof.cancelled() else proof.exception())
+
+    def _proved_late(self, job: _Job, result: Any, proof: Future[object]) -> None:
+        """On the thread that did it."""
+        error = CancelledError() if proof.cancelled() else proof.exception()
+        self._loop.call_soon_threadsafe(_settle, job.future, result, error)
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        """What it has beside it still reads its memory until it ends, and knows better what was wrong: damage may look like
+        anything."""
+        if job.proof is None:
+            self._settle(job, None, error)
+        else:
+            job.proof.add_done_callback(partial(self._proved_after, job, error))
+
+    def _proved_after(self, job: _Job, error: BaseException, proof: Future[object]) -> None:
+        cause = None if proof.cancelled() else proof.exception()
+        self._loop.call_soon_threadsafe(_settle, job.future, None, cause or error)
 
     def _after(self, job: _Job, done: Future[Any]) -> None:
         """On the thread that did it."""
@@ -258,14 +302,23 @@ class Lane:
 class _Job:
     work: Callable[[PrefixCache], Any]
     future: asyncio.Future[Any]
-    ready: Future[object] | None
+    awaited: tuple[Future[object], ...]
     first: Callable[[], object] | None
+    """What the core's thread does before it."""
     then: Callable[[Any], Any] | None
     at_once: bool
+    proof: Future[object] | None
+    """What goes on beside it."""
 
     @property
     def is_ready(self) -> bool:
-        return self.ready is None or self.ready.done()
+        return all(awaited.done() for awaited in self.awaited)
+
+
+def _in_turn(one: Callable[[], object], other: Callable[[], object] | None) -> None:
+    one()
+    if other is not None:
+        other()
 
 
 def _settle_all(told: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:

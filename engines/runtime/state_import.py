@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
@@ -63,27 +63,40 @@ def _nothing() -> None:
     """Memory that goes with its last reader."""
 
 
-async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...], source: PieceSource) -> None:
-    """Takes all pieces in. Returns or raises only after nothing is under way any more; the first failure counts."""
+async def received(
+    dock: Dock,
+    arrival: Arrival,
+    pieces: tuple[StatePiece, ...],
+    source: PieceSource,
+    complete: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Takes all pieces in, and gives the slot back with them once `complete`, where it is given, finds nothing wrong behind the
+    last one. Returns or raises only after nothing is under way any more; the first failure counts."""
     lane = dock.lane()
-    under_way: deque[tuple[StatePiece, asyncio.Future[None]]] = deque()
+    under_way: deque[tuple[int, asyncio.Future[None]]] = deque()
     entering: asyncio.Future[None]
     try:
         for piece in pieces:
             while under_way and (
                 under_way[0][1].done()
-                or not dock.has_room((other.size_bytes for other, _ in under_way), piece.size_bytes, coming_in=True)
+                or not dock.has_room((size for size, _ in under_way), piece.size_bytes, coming_in=True)
             ):
                 await to_its_end(under_way[0][1])
                 under_way.popleft()
             delivery = await source.deliver(piece)
             entering = lane.submit(
                 partial(_enter, dock, arrival, delivery),
-                first=partial(_check, dock, arrival, delivery),
+                first=partial(arrival.check, dock.codec, piece, delivery.data),
+                beside=delivery.check,
                 quick=delivery.is_quick,
+                closing=arrival.is_usable_with(piece),
             )
             entering.add_done_callback(partial(_free, delivery))
-            under_way.append((piece, entering))
+            under_way.append((piece.size_bytes, entering))
+        if complete is not None:
+            await complete()
+            # In the slice of the last piece.
+            under_way.append((0, lane.submit(partial(_finish, arrival), closing=True)))
         while under_way:
             await to_its_end(under_way[0][1])
             under_way.popleft()
@@ -95,15 +108,14 @@ async def received(dock: Dock, arrival: Arrival, pieces: tuple[StatePiece, ...],
                 entering.exception()  # looked at: an earlier one is raised already
 
 
-def _check(dock: Dock, arrival: Arrival, delivery: Delivery) -> None:
-    """On a thread of the dock."""
-    delivery.check()
-    arrival.check(dock.codec, delivery.piece, delivery.data)
-
-
 def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache) -> None:
     """On the core's thread."""
     arrival.enter(cache, dock.codec, delivery.piece, delivery.data)
+
+
+def _finish(arrival: Arrival, _cache: PrefixCache) -> None:
+    """On the core's thread."""
+    deque(arrival.finish(), maxlen=0)
 
 
 def _free(delivery: Delivery, _entered: object) -> None:

@@ -165,6 +165,12 @@ class Arrival:
     """The same as `tokens`, where somebody has them as an array."""
     others_run: bool = False
     """Whether some generation ran in the engine when it began."""
+    is_in: bool = False
+    """The slot is no transfer's any more."""
+
+    def is_usable_with(self, piece: StatePiece) -> bool:
+        """Whether somebody may use what is there once the piece has entered: until then the proofs of blocks may be under way."""
+        return piece.kind != "block" or piece.end >= len(self.tokens)
 
     def check(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
         """Raises StateInvalid or StateIncompatible for what must not reach llama.cpp. On any thread."""
@@ -232,11 +238,14 @@ class Arrival:
         if self.slot.sequence.tokens != self.tokens:
             raise StateError("The engine lost the state while it came in.")
         self.slot.used_at = time.monotonic()
+        self.is_in = True
         self._give_back()
 
     def abort(self, codec: StateCodec) -> Slices[None]:
-        """Leaves nothing of what came in."""
+        """Leaves nothing of what came in, unless it is all there."""
         yield from ()
+        if self.is_in:
+            return
         try:
             self._forget_drafts(codec)
             for checkpoint in self.adopted:

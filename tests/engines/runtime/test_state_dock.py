@@ -149,7 +149,7 @@ async def test_a_piece_that_left_before_it_was_asked_for_is_the_one_that_is_give
 ) -> None:
     model = tiny_model(architecture)
     async with desk_of(model) as (core, desk):
-        desk._pairs_prove_apart = False
+        desk._proves_apart = False
         await run(core, prompt_of(model, 150), 8)
         manifest, found = await laid_out(desk)
         assert len(found) > 2
@@ -175,17 +175,55 @@ async def test_a_piece_that_left_before_it_was_asked_for_is_the_one_that_is_give
         assert arena.free_bytes == arena.size_bytes
 
 
-async def test_where_cores_are_few_only_a_pairs_proofs_are_the_cores_threads_work(
+async def test_what_goes_on_beside_a_job_is_waited_for_by_its_future_and_by_a_closing_job(
     tiny_model: Callable[..., SyntheticModel],
 ) -> None:
     async with desk_of(tiny_model("llama")) as (core, desk):
-        desk._proves_apart, desk._pairs_prove_apart = True, False
-        dock: Dock = (await desk.terms()).dock
+        desk._proves_apart = True
+        lane, seen, may_end = (await desk.terms()).dock.lane(), list[str](), threading.Event()
         cores_thread = await core.perform(_thread_name)
-        seen = {}
-        for paired in (True, False):
-            lane = dock.lane(paired=paired)
-            seen[paired] = await lane.submit(
-                lambda cache: 0, then=lambda result: threading.current_thread().name, quick=True
-            )
-        assert seen[True] == cores_thread != seen[False]
+
+        def proof() -> None:
+            assert may_end.wait(30)
+            seen.append("proof")
+
+        def noted(what: str) -> Callable[[object], str]:
+            return lambda _cache: seen.append(what) or threading.current_thread().name
+
+        early = lane.submit(noted("early"), first=lambda: seen.append("checked"), beside=proof, quick=True)
+        later = lane.submit(noted("later"))
+        closing = lane.submit(noted("closing"), beside=lambda: seen.append("own proof"), quick=True, closing=True)
+        assert await later == cores_thread
+        assert not early.done()
+        assert not closing.done()
+        assert seen == ["checked", "early", "later"]
+        may_end.set()
+        assert await asyncio.gather(early, closing) == [cores_thread] * 2
+        assert seen[3:] == ["proof", "own proof", "closing"]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("proves_apart", [True, False])
+async def test_behind_a_proof_that_fails_nothing_closes(
+    tiny_model: Callable[..., SyntheticModel], *, proves_apart: bool, quick: bool
+) -> None:
+    """Also where it fails only once its job is done, which holds for quick proofs that a thread makes."""
+    async with desk_of(tiny_model("llama")) as (_, desk):
+        desk._proves_apart = proves_apart
+        lane, done, may_end = (await desk.terms()).dock.lane(), list[str](), threading.Event()
+
+        def fails() -> None:
+            if proves_apart and quick:
+                assert may_end.wait(30)
+            raise StateInvalid("it was damaged")
+
+        bad = lane.submit(lambda _cache: done.append("bad"), beside=fails, quick=quick)
+        if proves_apart and quick:
+            assert await lane.submit(lambda _cache: done.append("behind")) is None
+            assert done == ["bad", "behind"]
+            may_end.set()
+        closing = lane.submit(lambda _cache: done.append("closing"), closing=True)
+        after = lane.submit(lambda _cache: done.append("after"))
+        results = await asyncio.gather(bad, closing, after, return_exceptions=True)
+        assert [type(result) for result in results] == [StateInvalid] * 3
+        assert not {"closing", "after"} & set(done)
