@@ -4,7 +4,8 @@ A position counts server-sent events from 0: frames with data, the closing [DONE
 client that has seen N events goes on with `from=N`, whatever library counted them.
 
 All of this is in the memory of one site process. Another replica can take a stream over (`sessions.stream_shelf`), and is then
-the one that reads it; lists show what their own replica reads.
+the one that reads it; any can stop it, and what came so far stays readable where it was read; lists show what their own replica
+reads.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from sessions.kept_stream import KeptStream
 from sessions.per_loop import PerLoop
 from sessions.relay import EngineAnswer, ask_engine, resume
 from sessions.stream_journal import StreamJournal
-from sessions.stream_shelf import Shelved, StreamShelf, Taken
+from sessions.stream_shelf import Ended, Shelved, StreamShelf, Taken
 
 MAX_NAME_CHARS = 256
 # All streams are weighed against their bound each time they have grown by this part of it.
@@ -62,9 +62,10 @@ class StreamDesk:
     ) -> KeptStream:
         """Have a request answered into a kept stream, and return that once the engine has taken it.
 
-        Another stream of the same conversation is stopped first: a new turn is the old one's end. A retry under an `idempotency`
-        name reads the first one's stream. Raises TooManyStreams, InvalidRequest for a name that was used for another request, or
-        what `ask_engine` raises. Giving up waiting does not end the request: only `stop` does, or nobody reading it for long.
+        Another stream of the same conversation is stopped first, one at another replica soon after: a new turn is the old one's
+        end. A retry under an `idempotency` name reads the first one's stream. Raises TooManyStreams, InvalidRequest for a name
+        that was used for another request, or what `ask_engine` raises. Giving up waiting does not end the request: only `stop`
+        does, or nobody reading it for long.
         """
         scope, began_s = identity.owner.scope, time.monotonic()
         body_hash = hashlib.sha256(call.raw).hexdigest()
@@ -91,7 +92,7 @@ class StreamDesk:
             wishes.ends_session,
         )
         ask = partial(ask_engine, call, identity, request_id=stream.request_id, wishes=wishes, since_s=began_s)
-        self._open(stream, about, call.raw, partial(ask, idempotency=idempotency))
+        self._open(stream, about, call.raw, partial(ask, idempotency=idempotency), began_s)
         await asyncio.shield(stream.opened)
         return stream
 
@@ -141,13 +142,12 @@ class StreamDesk:
         stream = KeptStream(request_id, owner.scope, about.conversation_id, about.path, is_rewritten=True)
         stream.created_at = about.created_at
         stream.idempotency, stream.body_hash = about.idempotency, about.body_hash
-        elapsed_s = max(0.0, time.time() - about.created_at)
         identity = Identity(owner, about.key_hash)
         wishes = Wishes(background=about.background, budget_s=about.budget_s, ends_session=about.ends_session)
         ask = partial(
-            resume, call, identity, request_id, journal, elapsed_s, wishes=wishes, idempotency=about.idempotency
+            resume, call, identity, request_id, journal, taken.age_s, wishes=wishes, idempotency=about.idempotency
         )
-        self._open(stream, about, taken.body, ask, taken.number)
+        self._open(stream, about, taken.body, ask, time.monotonic() - taken.age_s, taken.number)
         return stream
 
     def _open(
@@ -156,27 +156,33 @@ class StreamDesk:
         about: Shelved,
         body: bytes,
         ask: Callable[[], Awaitable[EngineAnswer]],
+        arrived_at: float,
         number: int = 0,
     ) -> None:
-        """Have `ask`'s answer read into the stream, which tells when the engine has taken the request."""
+        """Have `ask`'s answer read into the stream, which tells when the engine has taken the request. That came to the site at
+        `arrived_at` (monotonic)."""
         self._streams[stream.request_id] = stream
 
         async def asked() -> EngineAnswer:
             answer = await ask()
-            lost = partial(self._taken, stream)
-            self._shelf.keep(stream.request_id, stream.scope, about, body, answer.journal, lost, number)
+            lost = partial(self._lost, stream)
+            self._shelf.keep(stream.request_id, stream.scope, about, body, answer.journal, lost, arrived_at, number)
             return answer
 
         task = asyncio.create_task(self._fill(stream, asked), name=f"stream-{stream.request_id}")
         self._tasks[stream.request_id] = task
         task.add_done_callback(lambda ended: self._settle(stream, ended))
 
-    def _taken(self, stream: KeptStream) -> None:
-        """Another replica reads it now."""
-        logger.info("stream %s was taken over by another replica", stream.request_id)
-        stream.end("taken")
-        if stream.answer is not None:
-            stream.answer.hand_over()
+    def _lost(self, stream: KeptStream, was_stopped: bool) -> None:
+        """Another replica reads it now, or has stopped it."""
+        if was_stopped:
+            logger.info("stream %s was stopped at another replica", stream.request_id)
+            stream.end("stopped")
+        else:
+            logger.info("stream %s was taken over by another replica", stream.request_id)
+            stream.end("taken")
+            if stream.answer is not None:
+                stream.answer.hand_over()
         task = self._tasks.get(stream.request_id)
         if task is not None:
             task.cancel()
@@ -196,6 +202,18 @@ class StreamDesk:
     def of_owner(self, scope: str) -> list[KeptStream]:
         """The owner's streams, the newest first."""
         return [stream for stream in reversed(self._streams.values()) if stream.scope == scope]
+
+    async def stop_named(self, owner: Owner, name: str) -> KeptStream | Ended:
+        """End the owner's stream of this name, wherever it is read: it needs no place here for that. Raises StreamUnknown."""
+        try:
+            stream = self.find(owner.scope, name)
+        except StreamUnknown:
+            elsewhere = await self._shelf.stop(owner.scope, name[:MAX_NAME_CHARS])
+            if elsewhere is None:
+                raise
+            return elsewhere
+        await self.stop(stream)
+        return stream
 
     async def stop(self, stream: KeptStream) -> None:
         """End the request at its engine; what came so far is kept as long as any ended stream. Safe to call again."""

@@ -16,74 +16,26 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 import redis.asyncio
 from celery import current_app
 from redis.exceptions import RedisError
 
 from pools.events import Outage
+from sessions import shelf_scripts as scripts
 from sessions.dispatch import REQUEST_BUDGET_S
 from sessions.stream_journal import StreamJournal
 
 # A client that lost its site comes back soon; a stream that has ended is kept as long as one in memory.
 KEEP_S = 600
 FLUSH_S, FIRST_S = 0.1, 0.01
+# One that says nothing is looked after as often: another replica may have taken or stopped it.
+LOOK_S = 2.0
 PATIENCE_S = 2.0
 MAX_BODY_BYTES = 4 << 20
 # Of all that this process has written and that may still be there. Valkey has 256 MB for all replicas and for tasks and events.
 MAX_SHELVED_BYTES = 64 << 20
-# Number of a stream that was stopped: nobody writes or takes it any more.
-STOPPED = 1 << 40
-
-# Keys: the stream, its journal, the conversation's name. The answers of those that write: 1 it is there now, 0 the stream is
-# another's, -1 it is not there as the writer knows it, who writes all of it again. Who writes again does not take the name from a
-# later stream, which may have been written again before.
-_PUT = """
-local number, own = tonumber(redis.call('HGET', KEYS[1], 'number') or '0'), tonumber(ARGV[1])
-if number > own then return 0 end
-if number < own then
-  redis.call('HSET', KEYS[1], 'about', ARGV[3], 'body', ARGV[4], 'number', ARGV[1])
-  redis.call('DEL', KEYS[2])
-  local last = KEYS[3] and redis.call('GET', KEYS[3])
-  local other = ARGV[6] == '1' and last and redis.call('HGET', ARGV[7] .. last, 'about')
-  if KEYS[3] and not (other and cjson.decode(other).created_at > cjson.decode(ARGV[3]).created_at) then
-    redis.call('SET', KEYS[3], ARGV[5], 'EX', ARGV[2])
-  end
-end
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-# Lines that belong at a place of the journal; some of them may be there already. At 0 they are all that there is.
-_ADD = """
-local number, own = tonumber(redis.call('HGET', KEYS[1], 'number') or '0'), tonumber(ARGV[1])
-if number > own then return 0 end
-if number < own then return -1 end
-local place, lines = tonumber(ARGV[3]), ARGV[4]
-local there = redis.call('GETRANGE', KEYS[2], place, -1)
-local both = math.min(#there, #lines)
-if redis.call('STRLEN', KEYS[2]) < place or string.sub(there, 1, both) ~= string.sub(lines, 1, both) then
-  if place > 0 then return -1 end
-  redis.call('SET', KEYS[2], lines)
-elseif #lines > both then
-  redis.call('APPEND', KEYS[2], string.sub(lines, both + 1))
-end
-for _, key in ipairs(KEYS) do redis.call('EXPIRE', key, ARGV[2]) end
-return 1
-"""
-_FORGET = """
-redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('HSET', KEYS[1], 'number', ARGV[1])
-redis.call('EXPIRE', KEYS[1], ARGV[2])
-return 1
-"""
-# Not after the time (Valkey's own) until which somebody waits for it: nobody would read the stream then.
-_TAKE = """
-local now = redis.call('TIME')
-if now[1] + now[2] / 1000000 > tonumber(ARGV[1]) or redis.call('HEXISTS', KEYS[1], 'about') == 0 then return false end
-local number = redis.call('HINCRBY', KEYS[1], 'number', 1)
-return {number, redis.call('HGET', KEYS[1], 'about'), redis.call('HGET', KEYS[1], 'body'), redis.call('GET', KEYS[2]) or ''}
-"""
 
 
 @dataclass(frozen=True)
@@ -109,25 +61,35 @@ class Shelved:
 
 @dataclass(frozen=True)
 class Taken:
-    """A stream that is this replica's from now on, under `number`."""
+    """A stream that is this replica's from now on, under `number`; its request came `age_s` ago."""
 
     about: Shelved
     body: bytes
     journal: bytes
     number: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A stream that another replica reads, or has read, and its state from now on."""
+
+    about: Shelved
+    state: Literal["stopped", "done"]
 
 
 @dataclass
 class _Kept:
     """`is_there`: the request is written down under `number`, and `written_bytes` of the journal; `was_there`: it has been, and
-    `charged_bytes` of all were counted; `was_sent`: it may be. `gave_up`: another replica has it. `written_at`, `stopped_at` on
-    the monotonic clock."""
+    `charged_bytes` of all were counted; `was_sent`: it may be. `gave_up`: another replica has it, or has stopped it
+    (`was_stopped`). `arrived_at`, `written_at`, `stopped_at` on the monotonic clock."""
 
     scope: str
     about: Shelved
     body: bytes
     journal: StreamJournal
-    lost: Callable[[], None]
+    lost: Callable[[bool], None]
+    arrived_at: float
     number: int
     is_there: bool
     was_there: bool = False
@@ -138,6 +100,7 @@ class _Kept:
     ended: bool = False
     stopped_at: float | None = None
     gave_up: bool = False
+    was_stopped: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -147,9 +110,9 @@ class _Kept:
 
     @property
     def has_news(self) -> bool:
-        """Also of one that says nothing for long: it is not to expire while it runs."""
+        """Also of one that says nothing for a while: nor is it to expire while it runs."""
         is_behind = self.written_bytes < len(self.journal.lines)
-        return self.journal.is_kept and (is_behind or time.monotonic() - self.written_at > KEEP_S / 2)
+        return self.journal.is_kept and (is_behind or time.monotonic() - self.written_at > LOOK_S)
 
 
 class StreamShelf:
@@ -171,13 +134,16 @@ class StreamShelf:
         about: Shelved,
         body: bytes,
         journal: StreamJournal,
-        lost: Callable[[], None],
+        lost: Callable[[bool], None],
+        arrived_at: float,
         number: int = 0,
     ) -> None:
-        """Write the stream down while it runs; `lost` is called once another replica has taken it. `number` 0: it is new."""
+        """Write the stream down while it runs, and its conversation's former one off; `lost` is called once another replica has
+        taken (False) or stopped it (True). `number` 0: it is new."""
         if len(body) > MAX_BODY_BYTES or self._bytes > MAX_SHELVED_BYTES:
             return
-        kept = _Kept(scope, about, body, journal, lost, number or 1, is_there=number > 0, was_sent=number > 0)
+        told = number > 0
+        kept = _Kept(scope, about, body, journal, lost, arrived_at, number or 1, is_there=told, was_sent=told)
         if number:
             kept.was_there, kept.written_bytes, kept.written_at = True, len(journal.lines), time.monotonic()
             kept.charged_bytes = len(body) + kept.written_bytes  # by who had it
@@ -210,7 +176,18 @@ class StreamShelf:
 
     async def _stop(self, scope: str, request_id: str) -> bool:
         keys = _keys(scope, request_id)
-        return bool(await self._asked(self._valkey().eval, _FORGET, len(keys), *keys, STOPPED, KEEP_S))
+        return bool(await self._asked(self._valkey().eval, scripts.FORGET, len(keys), *keys, KEEP_S))
+
+    async def stop(self, scope: str, name: str) -> Ended | None:
+        """Stop the scope's stream of this request id, else the last one of this conversation, whoever has it; who reads it ends
+        it with its next line. None where there is none."""
+        prefix, request_id = _keys(scope, "")[0], name if _is_id(name) else ""
+        values = (_name_key(scope, name), prefix, request_id)
+        answer = await self._asked(self._valkey().eval, scripts.STOP, 1, *values)
+        if not answer:
+            return None
+        about, state = answer
+        return Ended(Shelved.of_json(about), cast(Literal["stopped", "done"], state.decode()))
 
     async def has(self, scope: str, name: str) -> bool:
         """Whether `take` would find it."""
@@ -233,11 +210,13 @@ class StreamShelf:
 
     async def _taken(self, scope: str, request_id: str, until_s: float) -> Taken | None:
         keys = _keys(scope, request_id)
-        answer = await self._asked(self._valkey().eval, _TAKE, len(keys), *keys, until_s)
+        answer = await self._asked(self._valkey().eval, scripts.TAKE, len(keys), *keys, until_s)
         if not answer:
             return None
-        number, about, body, lines = answer
-        return Taken(Shelved.of_json(about), body, lines, int(number))
+        number, told, body, lines, age_s = answer
+        about = Shelved.of_json(told)
+        # A replica of the release before has not written when it came.
+        return Taken(about, body, lines, int(number), max(0.0, float(age_s or time.time() - about.created_at)))
 
     async def close(self) -> None:
         """Write what is left; for a site that is about to stop."""
@@ -269,7 +248,7 @@ class StreamShelf:
             if not await self._written(kept):
                 self._kept.pop(request_id, None)
                 if kept.gave_up:
-                    kept.lost()
+                    kept.lost(kept.was_stopped)
             elif was_over and kept.written_bytes == len(kept.journal.lines):
                 self._kept.pop(request_id, None)
 
@@ -280,27 +259,28 @@ class StreamShelf:
         if not kept.has_news or self._outage.lasts:
             return not (kept.ended and (self._outage.lasts or not kept.journal.is_kept))
         said = await self._put(kept)
-        if said == 1:
+        if said == scripts.THERE:
             said = await self._add(kept)
-        if said == -1 and kept.stopped_at is None:
+        if said == scripts.NOT_THERE and kept.stopped_at is None:
             # Valkey has lost it: from the beginning, at once for a site that is about to stop.
             kept.is_there, kept.written_bytes = False, 0
             said = await self._put(kept)
-            if said == 1:
+            if said == scripts.THERE:
                 said = await self._add(kept)
-        kept.gave_up = said == 0 and kept.stopped_at is None
+        kept.was_stopped = said == scripts.STOPPED_ELSEWHERE
+        kept.gave_up = kept.stopped_at is None and (said == scripts.TAKEN or kept.was_stopped)
         return not kept.gave_up and not (said is None and kept.ended)
 
     async def _put(self, kept: _Kept) -> int | None:
         """The request, if it is not there. None where Valkey does not answer."""
         if kept.is_there:
-            return 1
+            return scripts.THERE
         kept.was_sent = True
         about = json.dumps(asdict(kept.about))
-        again, others = int(kept.was_there), _keys(kept.scope, "")[0]
-        values = (kept.number, KEEP_S, about, kept.body, kept.about.request_id, again, others)
-        said: int | None = await self._asked(self._valkey().eval, _PUT, len(kept.keys), *kept.keys, *values)
-        if said == 1:
+        again, others, age_s = int(kept.was_there), _keys(kept.scope, "")[0], time.monotonic() - kept.arrived_at
+        values = (kept.number, KEEP_S, about, kept.body, kept.about.request_id, again, others, f"{age_s:.3f}")
+        said: int | None = await self._asked(self._valkey().eval, scripts.PUT, len(kept.keys), *kept.keys, *values)
+        if said == scripts.THERE:
             kept.is_there = kept.was_there = True
             self._charge(kept)
         return said
@@ -310,8 +290,8 @@ class StreamShelf:
         place = kept.written_bytes
         fresh = bytes(kept.journal.lines[place:])
         values = (kept.number, KEEP_S, place, fresh)
-        said: int | None = await self._asked(self._valkey().eval, _ADD, len(kept.keys), *kept.keys, *values)
-        if said == 1:
+        said: int | None = await self._asked(self._valkey().eval, scripts.ADD, len(kept.keys), *kept.keys, *values)
+        if said == scripts.THERE:
             kept.written_bytes, kept.written_at = place + len(fresh), time.monotonic()
             self._charge(kept)
         return said

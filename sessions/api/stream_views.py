@@ -14,6 +14,7 @@ from sessions.api.relay_views import stream_response
 from sessions.errors import StreamGap
 from sessions.kept_stream import KeptStream
 from sessions.stream_desk import stream_desk
+from sessions.stream_shelf import Ended
 
 MAX_DIGITS = 12
 _NAME = Parameter("name", "path", "The answer's X-Request-Id, or the X-Conversation-Id that the request was sent with.")
@@ -44,10 +45,10 @@ async def streams(request: HttpRequest) -> HttpResponseBase:
 async def stream(request: HttpRequest, name: str) -> HttpResponseBase:
     """GET /v1/stream/{name}?from=N, and DELETE to stop it."""
     owner = await authenticate(request)
-    found = await stream_desk().found(owner, name)
     if request.method == "DELETE":
-        await stream_desk().stop(found)
-        return JsonResponse(stream_object(found))
+        ended = await stream_desk().stop_named(owner, name)
+        return JsonResponse(stream_object(ended) if isinstance(ended, KeptStream) else elsewhere_object(ended))
+    found = await stream_desk().found(owner, name)
     position = _position(request.GET.get("from", "0"))
     if position > found.next_event and (found.is_over or not found.is_rewritten):
         raise InvalidRequest(f"from: only {found.next_event} events came so far, not {position}", param="from")
@@ -69,6 +70,23 @@ def stream_object(stream: KeptStream) -> dict[str, Any]:
         "first_event": stream.first_event,
         "events": stream.next_event,
         "size_bytes": stream.size_bytes,
+    }
+
+
+def elsewhere_object(ended: Ended) -> dict[str, Any]:
+    """The same of one that another replica reads; how much of it there is, that one knows."""
+    about = ended.about
+    return {
+        "id": about.request_id,
+        "object": "stream",
+        "conversation_id": about.conversation_id or None,
+        "path": about.path,
+        "model": None,
+        "created": int(about.created_at),
+        "status": ended.state,
+        "first_event": None,
+        "events": None,
+        "size_bytes": None,
     }
 
 

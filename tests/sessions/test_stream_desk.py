@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from engines.client import close_client_session
 from engines.errors import NoEngineReady
 from engines.models import Engine
 from pools.db import in_db
@@ -21,8 +23,9 @@ from sessions.errors import StreamStopped, StreamUnknown, TooManyStreams
 from sessions.models import Turn
 from sessions.stream_desk import StreamBounds, StreamDesk
 from sessions.stream_journal import StreamJournal
-from sessions.stream_shelf import Shelved, StreamShelf
+from sessions.stream_shelf import Ended, Shelved, StreamShelf
 from sessions.turn import wait_for_writes
+from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.counting_engine import (
     CALL,
     ME,
@@ -34,6 +37,7 @@ from tests.sessions.counting_engine import (
     until,
     words,
 )
+from tests.sessions.loopback_engine import loopback_engine, streaming
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -141,7 +145,8 @@ async def left_behind(*ids: uuid.UUID, ends_session: bool = False, name: str = "
         about = Shelved(
             str(request_id), request_id.hex * 2, name, CALL.dialect.path, time.time(), ends_session=ends_session
         )
-        lost.keep(request_id, ME.owner.scope, about, CALL.raw, StreamJournal(b"{}\n"), lambda: None)
+        journal, now_s = StreamJournal(b"{}\n"), time.monotonic()
+        lost.keep(request_id, ME.owner.scope, about, CALL.raw, journal, lambda _was_stopped: None, now_s)
     await lost.close()
 
 
@@ -181,6 +186,45 @@ async def test_a_replica_without_place_takes_no_stream_from_another(counting: Co
     assert taken.request_id == request_id
     await full.stop(running)
     await roomy.stop(taken)
+
+
+async def on_its_way(request: web.Request) -> web.StreamResponse:
+    """An answer that has begun, and says nothing more."""
+
+    async def silence(_response: web.StreamResponse) -> None:
+        await asyncio.Event().wait()
+
+    return await streaming(b"event: hydra.begun\ndata: {}\n\n", then=silence)(request)
+
+
+@pytest.mark.parametrize("way", ["stopped", "new turn"])
+async def test_a_stream_that_another_replica_reads_is_ended_there(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, way: str
+) -> None:
+    """By one that has no place for it; a new turn needs one of its own."""
+    reading, full = StreamDesk(), StreamDesk(StreamBounds(streams_per_owner=2 if way == "new turn" else 1))
+    async with loopback_engine(on_its_way) as port:
+        await in_db(lambda: set_ready(add_engine(add_model(tiny_model("llama").path, tmp_path)), port))
+        running = await full.begin(CALL, ME, "another")
+        theirs = await reading.begin(CALL, ME, "theirs")
+        async with asyncio.timeout(PATIENCE_S):
+            while not await full._shelf.has("open", "theirs"):  # noqa: ASYNC110 -- nothing tells of it
+                await asyncio.sleep(0.01)
+            if way == "stopped":
+                with pytest.raises(StreamUnknown):
+                    await full.stop_named(YOU.owner, "theirs")
+                ended = await full.stop_named(ME.owner, "theirs")
+                assert isinstance(ended, Ended)
+                assert (ended.about.request_id, ended.state) == (str(theirs.request_id), "stopped")
+            else:
+                await full.begin(CALL, ME, "theirs")
+            await is_over(theirs)
+        assert (theirs.state, running.state) == ("stopped", "running")
+        assert await full.stop_named(ME.owner, "another") is running
+        await asyncio.gather(reading.close(), full.close())
+        await wait_for_writes(10)
+        assert (await in_db(lambda: Turn.objects.get(request_id=theirs.request_id))).state == "cancelled"
+        await close_client_session()
 
 
 async def test_a_stream_that_came_back_is_not_forgotten_for_the_one_that_went(counting: CountingEngine) -> None:

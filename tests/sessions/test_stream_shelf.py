@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -18,7 +19,7 @@ from hydra_site.supervisor.home import Services
 from pools.events import Outage
 from sessions import stream_shelf
 from sessions.stream_journal import StreamJournal
-from sessions.stream_shelf import Shelved, StreamShelf
+from sessions.stream_shelf import Ended, Shelved, StreamShelf
 
 PATIENCE_S = 20.0
 SCOPE = "shelves"
@@ -32,12 +33,17 @@ class Owner:
         self.shelf._outage = Outage("Valkey does not answer", pause_s=0.2)
         self.id = uuid.uuid4()
         self.journal = StreamJournal()
-        self.lost = asyncio.Event()
+        self.lost, self.stopped = asyncio.Event(), asyncio.Event()
         self.about = Shelved(str(self.id), "a" * 64, name, "/v1/chat/completions", 1.0)
+        self.age_s = 0.0
         self._said = 0
 
     def keep(self, number: int = 0) -> None:
-        self.shelf.keep(self.id, SCOPE, self.about, b"{}", self.journal, self.lost.set, number)
+        arrived_at = time.monotonic() - self.age_s
+        self.shelf.keep(self.id, SCOPE, self.about, b"{}", self.journal, self._gave_up, arrived_at, number)
+
+    def _gave_up(self, was_stopped: bool) -> None:
+        (self.stopped if was_stopped else self.lost).set()
 
     def hear(self, count: int) -> None:
         """The engine says more."""
@@ -209,6 +215,81 @@ async def test_a_stopped_stream_is_nobodys_also_where_valkey_hears_of_it_late(
             await asyncio.sleep(0.01)
     assert await other.shelf.take(SCOPE, str(stopped.id)) is None
     assert not stopped.lost.is_set()
+
+
+CLOSED = b'event: hydra.mark\ndata: [[0,0,[],{"closed": true}]]\n\n'
+
+
+async def told(event: asyncio.Event) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        await event.wait()
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_any_replica_stops_a_stream_and_who_reads_it_learns_that(
+    valkey: redis.asyncio.Redis, owner: Callable[..., Owner], *, by_name: bool
+) -> None:
+    running, other = owner("stopped elsewhere"), owner()
+    running.keep()
+    running.hear(3)
+    await written(valkey, running)
+    name = "stopped elsewhere" if by_name else str(running.id)
+    assert await other.shelf.stop("others", name) is None
+    for _ in range(2):
+        assert await other.shelf.stop(SCOPE, name) == Ended(running.about, "stopped")
+    assert await other.shelf.take(SCOPE, name) is None
+    running.hear(1)
+    await told(running.stopped)
+    assert not running.lost.is_set()
+    assert not await valkey.exists(f"{running.key}:journal")
+
+
+async def test_what_is_done_is_not_stopped_and_can_be_read_again(
+    valkey: redis.asyncio.Redis, owner: Callable[..., Owner]
+) -> None:
+    done, other, next_turn = owner("done"), owner(), owner("done")
+    done.keep()
+    done.hear(3)
+    done.journal.shown(CLOSED)
+    await written(valkey, done)
+    assert await other.shelf.stop(SCOPE, "done") == Ended(done.about, "done")
+    next_turn.keep()
+    next_turn.hear(1)
+    await written(valkey, next_turn)
+    taken = await other.shelf.take(SCOPE, str(done.id))
+    assert taken is not None
+    assert taken.journal == done.journal.lines
+
+
+async def test_a_new_turn_at_another_replica_ends_the_conversations_former_stream(
+    valkey: redis.asyncio.Redis, owner: Callable[..., Owner]
+) -> None:
+    former, stranger, new = owner("turns"), owner("other turns"), owner("turns")
+    for one in (former, stranger, new):
+        one.keep()
+        one.hear(2)
+        await written(valkey, one)
+    for one in (former, stranger, new):
+        one.hear(1)
+    await told(former.stopped)
+    for one in (stranger, new):
+        assert await written(valkey, one) == one.journal.lines
+        assert not one.stopped.is_set()
+
+
+async def test_how_old_a_request_is_no_replicas_clock_tells(
+    valkey: redis.asyncio.Redis, owner: Callable[..., Owner]
+) -> None:
+    """Its own says that it is of 1970."""
+    running, other = owner(), owner()
+    running.age_s = 5.0
+    running.keep()
+    running.hear(1)
+    await written(valkey, running)
+    taken = await other.shelf.take(SCOPE, str(running.id))
+    assert taken is not None
+    assert running.about.created_at == 1.0
+    assert 4.99 < taken.age_s < 100_000
 
 
 async def test_a_stream_is_not_taken_for_somebody_who_has_gone(
