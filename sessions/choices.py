@@ -46,3 +46,6 @@ class HandoffState(models.TextChoices):
     RUNNING = "running", "running"
     COMMITTED = "committed", "committed"
     FAILED = "failed", "failed"
+
+
+OPEN_MOVES = (HandoffState.PLANNED, HandoffState.RUNNING)

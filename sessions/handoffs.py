@@ -40,7 +40,7 @@ from engines.wire_handoff import AskBody, HandoffAnswer, HandoffBody
 from pools.db import database_now, in_db
 from pools.events import publish_on_commit
 from sessions import retention
-from sessions.choices import HandoffCause, HandoffState
+from sessions.choices import OPEN_MOVES, HandoffCause, HandoffState
 from sessions.errors import SessionBusy, SessionUnknown
 from sessions.models import ChatSession, Handoff, SlotLease
 
@@ -59,7 +59,6 @@ SWEEP_PATIENCE_S = 3.0
 ASK_TARGET_S = 3.0
 SWEPT_AT_ONCE, MOST_SWEPT = 8, 64
 MAX_REASON_CHARS = 200
-OPEN = (HandoffState.PLANNED, HandoffState.RUNNING)
 NOT_SERVED = "one of the two engines does not serve"
 # Whoever ended or was started anew does not know what it gave away before, its target does.
 FORGOTTEN = frozenset({SessionNotHeld.code, EngineStopping.code, EngineLoading.code, ProtocolBroken.code})
@@ -99,7 +98,7 @@ class HandoffView:
 
     @property
     def is_open(self) -> bool:
-        return self.state in OPEN
+        return self.state in OPEN_MOVES
 
     def to_dict(self) -> dict[str, object]:
         values = {**vars(self), "created": int(self.created_at.timestamp())}
@@ -304,7 +303,7 @@ def _commit(handoff_id: int, **told: object) -> bool:
 def fail(handoff_id: int, reason: str, hint: str = "") -> bool:
     """Write down that the conversation stays; False when the move had ended before."""
     with transaction.atomic():
-        ended = Handoff.objects.filter(pk=handoff_id, state__in=OPEN).update(
+        ended = Handoff.objects.filter(pk=handoff_id, state__in=OPEN_MOVES).update(
             state=HandoffState.FAILED,
             reason=reason[:MAX_REASON_CHARS],
             hint=hint[:MAX_REASON_CHARS],

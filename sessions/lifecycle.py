@@ -112,9 +112,10 @@ async def inspected(scope: str | None, session: str) -> SessionView:
     found = await in_db(services.session_details, scope, session, 1)
     if not found:
         raise SessionUnknown("There is no session of this id.")
+    # Before the engines are asked: what is not moved behind this is where they say.
+    moves = await in_db(handoffs.views, Q(chat_id=found[0].id), SHOWN_MOVES)
     held = await _held(found[0].model_name)
     saved = await in_db(snapshots.snapshots_of, found[0].id)
-    moves = await in_db(handoffs.views, Q(chat_id=found[0].id), SHOWN_MOVES)
     return SessionView(found[0], held.get(session, ()), saved, moves)
 
 
@@ -224,10 +225,15 @@ async def _parked_instead(scope: str | None, session: str, move: HandoffView | N
 
 
 async def delete(scope: str | None, session: str) -> SessionView:
-    """Free what engines hold of it, its rows, and then what stores hold. Raises SessionUnknown, SessionBusy."""
+    """Free what engines hold of it, its rows, and then what stores hold. Raises SessionUnknown, SessionBusy, also while it is
+    being moved: the engine that takes it in would hold it for nobody."""
     view = await inspected(scope, session)
+    last_move = next(iter(view.moves), None)
+    if last_move is not None and last_move.is_open:
+        raise SessionBusy("The session is being moved; it can be deleted once it is there.")
     await _forgotten(view)
-    await in_db(snapshots.delete_chats, [view.detail.id])
+    if not await in_db(snapshots.delete_chat, view.detail.id, None if last_move is None else last_move.id):
+        raise SessionBusy("The session was moved meanwhile; delete it once more.")
     _forget_here(session)
     return view
 

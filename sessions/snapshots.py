@@ -24,7 +24,8 @@ from engines.wire_store import SnapshotEntry
 from pools.db import database_now
 from pools.events import Outage, publish_on_commit
 from sessions import retention
-from sessions.models import ChatSession, Snapshot, Turn
+from sessions.choices import OPEN_MOVES
+from sessions.models import ChatSession, Handoff, Snapshot, Turn
 
 # A session's row may be on its way while its first snapshot is saved; an old one without a row belonged to a deleted session.
 UNKNOWN_GRACE_S = 600.0
@@ -234,14 +235,21 @@ def _of_deleted_sessions(page: Sequence[SnapshotEntry], now: datetime) -> list[s
 # --- the end of sessions ---------------------------------------------------------------------------
 
 
-def delete_chats(chat_ids: Iterable[int]) -> int:
-    """Delete conversations with their turns and snapshots; once that is committed every store is told to free their bytes.
+def delete_chat(chat_id: int, last_move_id: int | None) -> bool:
+    """Delete a conversation with its turns and snapshots; once that is committed every store is told to free their bytes.
 
-    Returns how many there were. A store that cannot be told now is swept later.
+    `last_move_id` is the newest of its moves when its engines were told to forget it, None where there was none. False, with
+    nothing deleted, where it is being moved or was since: who took it in was not told. A store that cannot be told now is swept
+    later.
     """
     with transaction.atomic():
-        chats = ChatSession.objects.select_for_update().filter(pk__in=list(chat_ids)).order_by("pk")
-        return _delete(list(chats))
+        # Nobody begins a move of it meanwhile: that needs the row.
+        chats = list(ChatSession.objects.select_for_update().filter(pk=chat_id))
+        newest = Handoff.objects.filter(chat_id=chat_id).order_by("-pk").values_list("pk", "state").first()
+        if newest is not None and (newest[0] != last_move_id or newest[1] in OPEN_MOVES):
+            return False
+        _delete(chats)
+    return True
 
 
 def expire_chats() -> int:

@@ -309,7 +309,7 @@ def test_deleting_a_session_frees_its_bytes_on_every_host(
         snapshots.sweep(store.host_name)
     before = here.stored_bytes()
     Turn.objects.create(chat=one, request_id="12345678123456781234567812345678", model_name="tiny")
-    assert snapshots.delete_chats([one.pk]) == 1
+    assert snapshots.delete_chat(one.pk, None)
     assert not Snapshot.objects.filter(chat_id=one.pk).exists()
     for host in ("here", "there"):
         assert told(host) == [("sessions.tasks.forget_sessions", [host, [one.key_hash]])]
