@@ -272,7 +272,8 @@ class EngineConfig:
 
     @property
     def longest_draft(self) -> int:
-        return 0 if self.speculation == "none" or self.pooling else self.draft_tokens
+        # A recurrent model's draft, the row before it and one more go into a batch, which holds no more than there are cells.
+        return 0 if self.speculation == "none" or self.pooling else min(self.draft_tokens, self.cells - 2)
 
     @property
     def sees_images(self) -> bool:

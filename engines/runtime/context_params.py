@@ -29,6 +29,9 @@ class ContextParams:
             # Rows whose state can be taken back, and whose results a step may ask for: a draft's and the one before it.
             params.n_rs_seq = config.longest_draft
             params.n_outputs_max_per_seq = 1 + config.longest_draft
+            # llama.cpp keeps those rows in one micro-batch of a recurrent model, and aborts where that holds no row more.
+            params.n_batch = max(params.n_batch, 2 + config.longest_draft)
+            params.n_ubatch = max(params.n_ubatch, 2 + config.longest_draft)
         params.n_threads = threads
         params.n_threads_batch = threads
         # Pinned, not "auto": state of a context with flash attention cannot enter one without.
