@@ -18,7 +18,7 @@ LONGEST = 4
 NOISE = 0.04
 # What a warm-up measures lies a little below the steps of requests, by as much for all of them and by some more for each.
 WARM_UP_SHARE = (0.85, 1.0)
-# More rows of each sequence than these do not go along with a draft's first call; such a call, and each of its rows.
+# More rows of each sequence than these make a draft dearer: the call, and each of its rows.
 ALONG_ROWS = 16
 FEED_S, FEED_ROW_S = 0.002, 0.000006
 

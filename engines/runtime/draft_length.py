@@ -21,22 +21,23 @@ CONTRADICTION, LATEST_CONTRADICTION = 3.0, 3.0
 PRIOR_TRIALS = 16.0
 PRIOR_ACCEPTANCE = 0.66
 ENGINE_PRIOR_TRIALS = 2.0
-# A choice is looked at again after so few steps, and after twice as many each time it stays, up to so many.
-FIRST_RUN_STEPS, RUN_STEPS = 3, 24
+# A choice is looked at again after so few steps, and after twice as many each time it stays, up to so many; in a rest from drafts
+# up to more, since nothing but a look tells anything new then, and each is followed by a decision.
+FIRST_RUN_STEPS, RUN_STEPS, REST_RUN_STEPS = 3, 24, 96
 # A device prepares for a shape of step before it is fast; the first ones of a new shape tell what changing it costs. Until one
 # was seen it is taken for a step.
 SETTLING_STEPS = 5
 CHANGE_GAIN = 0.2
 # While nothing is drafted, a token is drafted now and then and only compared with what is drawn, so that the steps keep their
 # shape: several as drafts stop or nothing is known, more of them as long as good luck would make drafts pay. Later one as soon as
-# so many steps have gone by and looks had less than their share of the time since an engine's first steps (a few are saved up);
-# and further ones at once while they are luckier than was to be expected, and would pay if that were no luck. None where even
-# right drafts lose.
+# so many steps have gone by, and so long a rest that looks take no more than their share of it; and further ones at once while
+# they are luckier than was to be expected, and would pay if that were no luck. The share is the larger the more there is to be
+# won: so much of it for twice the speed, between bounds; and it falls with every look that leads to nothing, to a part of it,
+# until drafts pay again. None where even right drafts lose.
 LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 48
 LOOK_STEPS, MOST_LUCKY_STEPS = 16, 8
-LOOK_SHARE = 0.0075
-FIRST_STEPS = 96
-SAVED_LOOKS = 4
+LOOK_SHARE, LOOK_SHARES = 0.005, (0.002, 0.005)
+LOOK_FALL, LEAST_LOOKS = 0.8, 0.6
 LUCK_DEVIATIONS = 1.0
 # Another length must promise this much more, or the choice would flicker between equals; and where the steps' shape changes
 # only for it, win back what the change costs within the tokens that are still to be expected: as many as were made, between
@@ -118,10 +119,12 @@ class DraftLength:
         # Whether right drafts would pay, where steps without make so many tokens per second.
         self._looks_pay = False
         self._rest = 0.0
-        # Steps without a draft since the last look; what looks may take by now, and what one takes.
+        # Steps without a draft since the last look; how many there are to be before the next, which may take its share of them;
+        # what the last look took, and all looks in a row.
         self._idle = 0
-        self._allowed_s = self._look_s = 0.0
-        self._age_steps = 0
+        self._look_after = LOOK_STEPS
+        self._look_share, self._look_fall = LOOK_SHARES[-1], 1.0
+        self._look_s = self._looks_s = 0.0
         # Whether the last decision was for drafts.
         self._stopped = False
 
@@ -142,6 +145,24 @@ class DraftLength:
     def is_due(self, count: int) -> bool:
         """Whether a step of `count` sequences needs a decision first."""
         return self._left == 0 or count != self._count or self._rows == 0
+
+    def rests(self, count: int) -> bool:
+        """Whether the next step, of `count` sequences, is one more without a draft, a look or a decision; it counts then as if
+        `next` had told its length. Asked at every step where drafts do not pay, so without calls."""
+        if (
+            self.chosen
+            or self._looking
+            or self._has_looked
+            or self._left <= 0
+            or not self._rows
+            or count != self._count
+        ):
+            return False
+        if self._looks_pay and self._idle + 1 >= self._look_after:
+            return False
+        self._left -= 1
+        self._idle += 1
+        return True
 
     def next(self) -> int:
         """The length for the next step, as decided."""
@@ -173,19 +194,24 @@ class DraftLength:
         kept = hopes[self.chosen] if self.chosen == 0 else speeds[self.chosen]
         if hopes[best] < kept * self._advantage(speeds[self.chosen], count, made_tokens):
             best = self.chosen
-        self._run = FIRST_RUN_STEPS if self._rows == 0 or best != self.chosen else min(2 * self._run, RUN_STEPS)
+        longest_run = RUN_STEPS if best else REST_RUN_STEPS
+        self._run = FIRST_RUN_STEPS if self._rows == 0 or best != self.chosen else min(2 * self._run, longest_run)
         self._left = self._run
         self.chosen, self._count = best, count
         self.gain = speeds[best] / speeds[0]
         if best:
             self._idle, self._looking, self._look_trials, self._stopped = 0, 0, 0, True
+            self._looks_s, self._look_fall = 0.0, 1.0
         elif not self._looking:
             self._plan_look(rates, hopes[0])
+            self._plan_rest(count)
 
     def _plan_look(self, rates: Sequence[float], rest: float) -> None:
         """Whether to look now at what drafts would be worth, where steps without them make `rest` tokens per second or less."""
         stopped, self._stopped = self._stopped, False
-        self._rest, self._looks_pay = rest, self._pays([1.0] * len(rates), rest)
+        won = max(self._speed([1.0] * len(rates), length) for length in range(1, self.longest + 1)) / rest - 1
+        self._rest, self._looks_pay = rest, won > 0
+        self._look_share = min(max(LOOK_SHARE * won, LOOK_SHARES[0]), LOOK_SHARES[1])
         if not self._look_s:
             goes_on = self._looks_pay
         elif self._look_trials or stopped:
@@ -200,11 +226,18 @@ class DraftLength:
         else:
             self._look_trials = 0
 
+    def _plan_rest(self, count: int) -> None:
+        """How many steps of `count` sequences go by before the next look, if no drafts come before."""
+        looks_s = max(self._looks_s, self._look_s, self.drafting.seconds(count, 1))
+        steps_s = self._look_fall * self._look_share * max(self.steps.seconds(count), 1e-9)
+        self._look_after = max(LOOK_STEPS, math.ceil(looks_s / steps_s))
+
     def _is_time_to_look(self) -> bool:
-        if not self._looks_pay or self._idle < LOOK_STEPS or self._allowed_s < self.drafting.seconds(self._count, 1):
+        if not self._looks_pay or self._idle < self._look_after:
             return False
         self._seen = self._right = 0
-        self._expected = self._variance = 0.0
+        self._expected = self._variance = self._looks_s = 0.0
+        self._look_fall = max(LEAST_LOOKS, LOOK_FALL * self._look_fall)
         return True
 
     def _is_lucky(self) -> bool:
@@ -225,8 +258,10 @@ class DraftLength:
         """A look's draft took so long."""
         self._looking -= 1
         self._idle, self._has_looked = 0, True
-        self._allowed_s -= seconds
         self._look_s = seconds
+        self._looks_s += seconds
+        if not self._looking:
+            self._left = 0  # with what it shows
 
     def _advantage(self, speed: float, count: int, made_tokens: float) -> float:
         """By how much another length must be better than the chosen one, which makes `speed` tokens per second."""
@@ -255,9 +290,6 @@ class DraftLength:
         """A step of `count` sequences and so many rows took `step_s`; its drafts, if any, `drafting_s` before it."""
         if rows != self._rows:
             self._rows, self._settling, self._changing_s = rows, SETTLING_STEPS, 0.0
-        self._age_steps += 1
-        if self._age_steps > FIRST_STEPS:
-            self._allowed_s = min(self._allowed_s + LOOK_SHARE * step_s, SAVED_LOOKS * self._look_s)
         if self._settling:
             self._settle(rows, step_s)
             return

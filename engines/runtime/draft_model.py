@@ -31,6 +31,13 @@ log = logging.getLogger("hydra.engine.draft")
 
 # So many hidden rows are kept for a sequence before they are fed without a draft being wanted.
 KEPT_LIMIT = 1024
+# Fewer rows are added one by one: that is what a draft is followed by, and joins no hidden rows.
+FEW_ROWS = 8
+_FLOAT_BYTES = 4
+# A call of less than a microsecond, once the device is done, that keeps the interpreter.
+_nextn_rows = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
+    ctypes.cast(llama_cpp_ext.llama_get_embeddings_nextn, ctypes.c_void_p).value or 0
+)
 
 
 class DraftBatch(Batch):
@@ -46,10 +53,13 @@ class DraftBatch(Batch):
         self.hidden[row] = 0 if hidden is None else hidden
         return row
 
-    def add_rows(self, seq: int, position: int, tokens: Sequence[int], hidden: NDArray[np.float32]) -> None:
-        """Rows without a result from `position` on; `hidden` is of shape (len(tokens), embedding)."""
-        last = self.add(seq, position, tokens, outputs=0)
+    def add_rows(
+        self, seq: int, position: int, tokens: Sequence[int], hidden: NDArray[np.float32], *, output: bool = False
+    ) -> int:
+        """Rows from `position` on, the last one with a result if `output`; `hidden` is of shape (len(tokens), embedding)."""
+        last = self.add(seq, position, tokens, outputs=int(output))
         self.hidden[last + 1 - len(tokens) : last + 1] = hidden
+        return last
 
     def one_each(
         self, seqs: list[int], positions: list[int], tokens: NDArray[np.int32], hidden: NDArray[np.float32]
@@ -82,7 +92,10 @@ class DraftModel:
         self._cleanup.callback(llama_cpp.llama_free, self._context)
         llama.count_draft_context(self._context)
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = DraftBatch(params.native.n_batch, self.embedding_length)
+        # Both no more than the context has cells.
+        self._batch = DraftBatch(llama_cpp.llama_n_batch(self._context), self.embedding_length)
+        # So many rows go along with a draft's first call; of more, all but the last ones are fed in calls before it.
+        self._along_rows = int(llama_cpp.llama_n_ubatch(self._context))
         llama_cpp_ext.llama_set_embeddings_nextn(llama.context, True, False)
         llama_cpp_ext.llama_set_embeddings_nextn(self._context, True, True)
 
@@ -98,6 +111,19 @@ class DraftModel:
         if not pointer:
             raise ValueError("the target has no hidden rows; it was decoded without them")
         return float_view(pointer, count * self.embedding_length).reshape(count, self.embedding_length).copy()
+
+    def note_single(self, rows: Sequence[Row]) -> None:
+        """Notes the hidden rows of a step of one token each, which were drawn from: so the device is done."""
+        place = _nextn_rows(self._llama.context)
+        if not place:
+            raise ValueError("the target has no hidden rows; it was decoded without them")
+        copied = ctypes.string_at(place, _FLOAT_BYTES * self.embedding_length * len(rows))
+        hidden = np.frombuffer(copied, dtype=np.float32).reshape(len(rows), self.embedding_length)
+        for row in rows:
+            sequence, last = row.slot.sequence, row.last
+            end = len(sequence.tokens)
+            if end and sequence.draft is not None:  # empty: it failed while it was drawn from
+                sequence.draft.note(end - 1, hidden[last : last + 1])
 
     def feed_backlog(self, rows: Sequence[Row]) -> None:
         """Feeds sequences of a step whose hidden rows have piled up, without asking for a draft."""
@@ -125,10 +151,12 @@ class DraftModel:
     def propose(self, slots: list[Slot], count: int) -> dict[Slot, tuple[int, ...]]:
         """`count` tokens for each slot, whose sequences must lack just the last token drawn; none at all if llama.cpp
         finds no room. The draft context holds nothing guessed afterwards."""
-        self.fed_backlog = False
         if not all(self._may_draft(slot) for slot in slots):
             return {}
-        if not self._feed_before([slot for slot in slots if self._is_far(slot)]):
+        unfed = [self._unfed(slot) for slot in slots]
+        is_too_much = sum(unfed) > self._along_rows
+        self.fed_backlog = is_too_much or max(unfed) > DRAFT_ROWS_PER_SEQUENCE
+        if is_too_much and not self._feed_before(slots):
             return {}
         tokens = np.empty((count, len(slots)), dtype=np.int32)
         self._batch.clear()
@@ -158,19 +186,22 @@ class DraftModel:
         rows, end = slot.sequence.draft, len(slot.sequence)
         return rows is not None and rows.end == end and (not end or rows.kept > 0)
 
-    def _is_far(self, slot: Slot) -> bool:
-        """Whether more rows are to be fed than go along with a draft's first."""
+    def _unfed(self, slot: Slot) -> int:
+        """How many rows are to be fed, up to that of the last token drawn."""
         rows = slot.sequence.draft
         assert rows is not None
-        return len(slot.sequence) + 1 - rows.feed_from() > DRAFT_ROWS_PER_SEQUENCE
+        return len(slot.sequence) + 1 - rows.feed_from()
 
     def _add_unfed(self, slot: Slot) -> int:
         """Adds all rows up to that of the last token drawn; the batch row of that one."""
         rows, generation, end = slot.sequence.draft, slot.generation, len(slot.sequence)
         assert rows is not None
         assert generation is not None
-        place = -1
-        for position in range(rows.feed_from(), end + 1):
+        place, begin = -1, rows.feed_from()
+        if end - begin > FEW_ROWS:
+            hidden_each = rows.hidden_before_each(begin, end + 1)
+            return self._batch.add_rows(rows.index, begin, generation.tokens[begin : end + 1], hidden_each, output=True)
+        for position in range(begin, end + 1):
             token, hidden = generation.tokens[position], rows.hidden_before(position)
             place = self._batch.add_row(slot.sequence.index, position, token, hidden, output=position == end)
         return place
@@ -195,7 +226,6 @@ class DraftModel:
 
     def _feed_batch(self, fed: list[tuple[DraftRows, int]]) -> bool:
         if fed:
-            self.fed_backlog = True
             if self._decode() != 0:
                 return False
             for rows, stop in fed:

@@ -40,6 +40,8 @@ WARM_UP_ROWS = (8, 9, 16, 24, 32, 48, 64, 96, 128)
 WARM_UP_S, WARM_UP_DRAFTS_S = 1.5, 0.5
 WARM_UP_REPEATS, WARM_UP_SLOW_S = 4, 0.15
 TOKEN_STRIDE = 7919
+# After so many steps of single tokens it is looked whether much has piled up for the head.
+BACKLOG_STEPS = 32
 
 
 class Drafter(Protocol):
@@ -64,6 +66,11 @@ class Speculation:
         self._drafting_s: float | None = None
         # Drafted tokens that no step verifies, with the place in their generation's text where they would stand.
         self._peeks: list[tuple[Generation, int, int]] = []
+        # What all that decode ask for, so that nobody's own bound is the others'.
+        self._asked = 0
+        # Whether the step is one of single tokens, whose hidden rows are taken once the tokens are drawn.
+        self._is_single = False
+        self._unfed_steps = 0
         self._cache = cache
         self._equal_lengths = llama.has_recurrent_state
         self.head: DraftModel | None = None
@@ -134,13 +141,13 @@ class Speculation:
         self._drafting_s = None
         if self._peeks:
             self._peeks = []
+        if not self._asked and self.length.rests(len(decoding)):
+            return {}  # most steps where drafts do not pay: nothing else is looked at
         if self.length.is_due(len(decoding)):
             self._decide([slot.generation for slot in decoding if slot.generation is not None])
-        count = self.length.next()
-        # What all ask for, so that nobody's own bound is the others'.
-        asked = min((slot.generation.draft_min for slot in decoding if slot.generation is not None), default=0)
+        count, asked = self.length.next(), self._asked
         if not (count or asked or self.length.peeks):
-            return {}  # most steps where drafts do not pay: nothing else is looked at
+            return {}
         # No more than anybody may use.
         usable = max(slot.generation.longest_draft for slot in decoding if slot.generation is not None)
         longest = min(usable, self.length.longest, self._cache.ledger.free // len(decoding) - 1)
@@ -157,6 +164,7 @@ class Speculation:
         longest = self.length.longest
         bounds = [longest if g.draft_max is None else min(longest, g.draft_max) for g in generations]
         made_tokens = fmean(generation.new_tokens for generation in generations)
+        self._asked = min(generation.draft_min for generation in generations)
         self.length.decide([generation.acceptance for generation in generations], made_tokens, bounds)
 
     def _look(self, decoding: list[Slot]) -> None:
@@ -179,18 +187,25 @@ class Speculation:
 
     # --- after a step ---------------------------------------------------------------------------
 
-    def hidden_rows(self, count: int) -> NDArray[np.float32] | None:
-        """Those of the step's `count` batch rows, None where no head wants them. Waits until the step is computed."""
-        return self.head.target_rows(count) if self.head is not None else None
+    def hidden_rows(self, rows: Sequence[Row], count: int) -> NDArray[np.float32] | None:
+        """Those of the step's `count` batch rows, after waiting until it is computed. None where no head wants them, there are
+        none (of an image), or `drawn` will note them, so that nobody waits before there is nothing else to do."""
+        self._is_single = all(map(_is_next_token, rows))
+        if self.head is None or self._is_single or rows[0].span is not None:
+            return None
+        return self.head.target_rows(count)
+
+    def drawn(self, rows: Sequence[Row]) -> None:
+        """The step's tokens are drawn."""
+        if self._is_single and self.head is not None:
+            self.head.note_single(rows)
 
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
         """A step took so long by `clock`; feeds what has piled up for the head meanwhile."""
-        count, plain = 0, True
-        for row in rows:
-            count += row.count
-            plain = plain and row.draws and row.count == 1 + len(row.draft)
-        if plain:
-            self.length.stepped(len(rows), count, seconds, self._drafting_s)
+        if self._is_single:
+            self.length.stepped(len(rows), len(rows), seconds, None)
+        elif all(row.draws and row.count == 1 + len(row.draft) for row in rows):
+            self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
         else:
             self.length.interrupted()
         for generation, place, token in self._peeks:
@@ -198,7 +213,9 @@ class Speculation:
                 self.length.saw(generation.acceptance, 1, int(generation.tokens[place] == token))
         if self._peeks:
             self._peeks = []
-        if self.head is not None:
+        self._unfed_steps += 1
+        if self.head is not None and (not self._is_single or self._unfed_steps >= BACKLOG_STEPS):
+            self._unfed_steps = 0
             self.head.feed_backlog(rows)
 
     def judged(self, generation: Generation, offered: int, accepted: int) -> None:
@@ -207,6 +224,14 @@ class Speculation:
         generation.drafted_tokens += offered
         generation.accepted_tokens += accepted
         self.length.saw(generation.acceptance, offered, accepted)
+
+
+def _is_next_token(row: Row) -> bool:
+    """Whether it is the token drawn last, no part of a prompt, with no draft behind it, and draws the next."""
+    generation = row.slot.generation
+    if row.count != 1 or not row.draws or generation is None or generation.forced:
+        return False
+    return len(generation.tokens) > len(generation.prompt)
 
 
 def _cut(drafts: dict[Slot, tuple[int, ...]]) -> dict[Slot, tuple[int, ...]]:

@@ -206,3 +206,56 @@ def test_a_rest_from_drafts_ends_soon_after_they_begin_to_be_right() -> None:
     assert steps < 80
     steps, _ = steps_until(lambda: chooser.chosen == 0, hit=False, most=200)
     assert steps < 30
+
+
+def test_a_rest_that_is_only_counted_goes_the_same_way() -> None:
+    """Steps that ask nothing but `rests`, where that is enough, have their looks and decisions where the others have them."""
+
+    def looks(*, counted: bool) -> list[int]:
+        chooser, accepted, found = DraftLength(LONGEST), [Acceptance()], []
+        for rows in (1, 2, 3, 4, 5):
+            chooser.steps.expect(rows, large_card(rows))
+        for length in range(1, LONGEST + 1):
+            chooser.drafting.expect(1, length, drafting(1, length))
+        for step in range(3000):
+            if step % 700 == 0:
+                chooser.interrupted()
+            is_rest = counted and chooser.rests(1)
+            count = 0 if is_rest else chooser.choose(accepted, 100)
+            if not is_rest and chooser.peeks:
+                found.append(step)
+                chooser.looked(drafting(1, 1))
+                chooser.saw(accepted[0], 1, 0)
+            elif count:
+                chooser.saw(accepted[0], count, 0)
+            chooser.stepped(1, 1 + count, large_card(1 + count), drafting(1, count) if count else None)
+        return found
+
+    found = looks(counted=True)
+    assert found == looks(counted=False)
+    assert 10 < len(found) < 60
+
+
+@pytest.mark.parametrize("device", ["large", "compute"])
+def test_looks_take_little_of_a_long_rest_and_more_where_more_is_to_be_won(device: str) -> None:
+    cost = DEVICES[device]
+    chooser, accepted = DraftLength(LONGEST), [Acceptance()]
+    for rows in (1, 2, 3, 4, 5):
+        chooser.steps.expect(rows, cost(rows))
+    for length in range(1, LONGEST + 1):
+        chooser.drafting.expect(1, length, drafting(1, length))
+    shares = []
+    for _ in range(3):
+        looks_s = steps_s = 0.0
+        for _ in range(2000):
+            count = chooser.choose(accepted, 100)
+            if chooser.peeks:
+                looks_s += drafting(1, 1)
+                chooser.looked(drafting(1, 1))
+                chooser.saw(accepted[0], 1, 0)
+            elif count:
+                chooser.saw(accepted[0], count, 0)
+            chooser.stepped(1, 1 + count, cost(1 + count), drafting(1, count) if count else None)
+            steps_s += cost(1)
+        shares.append(looks_s / steps_s)
+    assert 0.0005 < shares[-1] < (0.0035 if device == "large" else 0.002)

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engines.runtime.core import EngineCore
 from engines.runtime.draft_length import Acceptance, DraftLength
@@ -284,3 +286,43 @@ async def test_a_wish_for_drafts_that_lose_is_no_others(tiny_model: ModelWriter)
             assert work.tokens[-count:] == model.follow(10, count)
         assert drafts_of(other) == (0, 0)
         assert asking.drafted_tokens > 20
+
+
+def kept_rows(core: EngineCore) -> list[tuple[list[int], NDArray[np.float32]]]:
+    """Tokens and hidden rows of the slots that hold some."""
+    holders = [slot.sequence for slot in core.cache.slots if len(slot.sequence)]
+    return [(list(holder.tokens), holder.draft.hidden()) for holder in holders if holder.draft is not None]
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_a_resting_head_keeps_the_hidden_rows_of_what_is_written(
+    tiny_model: ModelWriter, architecture: str
+) -> None:
+    """Those of tokens that three streams write side by side are those of the same tokens read as a prompt."""
+    model = tiny_model(architecture, nextn=True)
+    async with running(model, **FIXED, batch_tokens=64, micro_batch_tokens=64) as core:
+        works = [generation(prompt_of(model, 20, start=i), 31, draft_max=0) for i in range(3)]
+        core.submit(*works)
+        for work in works:
+            assert (await finished(work)).error is None
+        written = kept_rows(core)
+    assert len(written) == 3
+    for tokens, rows in written:
+        async with running(model, **FIXED, batch_tokens=64, micro_batch_tokens=64) as core:
+            await run(core, tokens, 1)
+            ((_, read),) = kept_rows(core)
+        assert len(tokens) > 30
+        assert rows.shape == read.shape == (len(tokens), read.shape[1])
+        assert np.abs(rows - read).max() < 0.01 * read.std()
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_drafts_are_the_same_however_the_head_is_fed(tiny_model: ModelWriter, architecture: str) -> None:
+    """In one call with the draft's first row, or before it in several."""
+    model = tiny_model(architecture, nextn=True)
+    found = []
+    for micro_batch_tokens in (64, 16):
+        async with running(model, **FIXED, batch_tokens=64, micro_batch_tokens=micro_batch_tokens) as core:
+            work = await run(core, prompt_of(model, 60), 60, **THREE)
+            found.append((work.tokens, *drafts_of(work)))
+    assert found[0] == found[1]
