@@ -23,7 +23,6 @@ def small_llama(model: Path, **settings: Any) -> Llama:
         batch_tokens=BATCH_TOKENS,
         micro_batch_tokens=256,
         sampling="host",
-        speculation="none",
-        **settings,
+        **{"speculation": "none", **settings},
     )
     return Llama(config, 1, lambda share: None)
