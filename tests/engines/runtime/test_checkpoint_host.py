@@ -77,6 +77,15 @@ async def turn(core: EngineCore, talk: Talk, words: int, count: int = 14) -> tup
     return work, cuts
 
 
+async def begun(core: EngineCore, count: int) -> list[Talk]:
+    """So many conversations with system prompts of their own, each after its first turn."""
+    talks = [Talk(f"s{i}", own=i) for i in range(count)]
+    for index, talk in enumerate(talks):
+        talk.begin()
+        talk.hear((await turn(core, talk, index))[0])
+    return talks
+
+
 async def assert_counted(core: EngineCore) -> None:
     """Every byte of host memory is counted once, and the ledger of cells agrees with what sequences hold."""
 
@@ -147,10 +156,7 @@ async def test_a_state_that_comes_back_while_others_write_disturbs_nobody(tiny_m
     """Its rows are in a slot, its state in host memory; it enters between two steps, and what others write is right."""
     model = tiny_model("qwen35", tie_free=True)
     async with running(model, **{**TIGHT, "checkpoints": 1}) as core:
-        talks = [Talk(f"s{i}", own=i) for i in range(3)]
-        for index, talk in enumerate(talks):
-            talk.begin()
-            talk.hear((await turn(core, talk, index))[0])
+        talks = await begun(core, 3)
         beside = generation(prompt_of(model, 30), 400)
         core.submit(beside)
         await beside.mailbox.take(10)
@@ -198,10 +204,7 @@ async def test_what_the_budget_cannot_hold_keeps_the_cut_and_lets_the_end_go(tin
 async def test_a_damaged_state_of_a_cut_is_computed_again(tiny_model: Models) -> None:
     model = tiny_model("qwen35")
     async with running(model, **{**TIGHT, "checkpoints": 1}) as core:
-        talks = [Talk(f"s{i}", own=i) for i in range(2)]
-        for index, talk in enumerate(talks):
-            talk.begin()
-            talk.hear((await turn(core, talk, index))[0])
+        talks = await begun(core, 2)
         for entry in core.cache.host:
             if entry.is_cut:
                 assert entry.state.part is not None
@@ -215,10 +218,7 @@ async def test_a_damaged_state_of_a_cut_is_computed_again(tiny_model: Models) ->
 async def test_a_state_in_host_memory_leaves_with_its_conversation(tiny_model: Models) -> None:
     model = tiny_model("qwen35")
     async with running(model, **{**TIGHT, "checkpoints": 1}) as core:
-        talks = [Talk(f"s{i}", own=i) for i in range(2)]
-        for index, talk in enumerate(talks):
-            talk.begin()
-            talk.hear((await turn(core, talk, index))[0])
+        talks = await begun(core, 2)
         cut = talks[0].user_cut
 
         def leave(cache: PrefixCache) -> Generator[None, None, tuple[tuple[int, ...], bool]]:

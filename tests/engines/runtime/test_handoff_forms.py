@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engines.wire_handoff import HandoffAnswer
 from tests.engine_process import EngineProcess
 from tests.engines.runtime.handoff_pair import (
     PATH,
@@ -31,6 +32,52 @@ TYPED = {
     "max_output_tokens": 900,
     "ignore_eos": True,
 }
+
+
+async def moved(
+    web: aiohttp.ClientSession,
+    session: str,
+    engines: Pair,
+    request: dict[str, Any],
+    path: str = PATH,
+    *,
+    fences: tuple[int, ...] = (1,),
+) -> tuple[Follower, list[HandoffAnswer]]:
+    """A stream that was moved to the other engine and, with a second fence, back again; and what each move told."""
+    home, away = engines
+    places = dict(zip(fences, (away, home), strict=False))
+    moving = Follower(web, session, request, "alone", path)  # the id of one that stays, which events repeat
+    reading = asyncio.ensure_future(moving.read(home, places))
+    told, source = [], home
+    with home.slowed(), away.slowed():
+        for fence, target in places.items():
+            await moving.until(len(moving.events) + 30)
+            told.append(await asked_to_move(session, source, target, fence))
+            source = target
+    await reading
+    assert moving.moves == [name_of(session, fence) for fence in fences]
+    return moving, told
+
+
+async def moved_whole(
+    web: aiohttp.ClientSession, session: str, engines: Pair, request: dict[str, Any], path: str = PATH
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An answer in one piece that was moved while it was written, as the other engine gives it, and one that stayed."""
+    home, away = engines
+
+    async def ask(engine: EngineProcess, at: str, **more: str) -> tuple[int, dict[str, Any]]:
+        async with web.post(engine.base_url + at, json=request, headers=headers(session, "w", **more)) as response:
+            return response.status, await response.json()
+
+    asking = asyncio.ensure_future(ask(home, path))
+    with home.slowed():
+        await asyncio.to_thread(until_it_runs, home)
+        await asked_to_move(session, home, away, 1)
+    status, told = await asking
+    assert (status, told["error"]["code"], told["error"]["param"]) == (409, "generation_moved", name_of(session, 1))
+    status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": path})
+    assert status == 200
+    return whole, (await ask(home, path))[1]
 
 
 async def test_constrained_answers_and_calls_move_whole(
@@ -59,53 +106,24 @@ async def test_constrained_answers_and_calls_move_whole(
 async def test_an_answer_in_one_piece_and_other_dialects_move(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
-    home, away = pair("llama")
-    request = body(count=1500, stream=False)
-
-    async def ask(engine: EngineProcess, path: str, **more: str) -> tuple[int, dict[str, Any]]:
-        async with web.post(engine.base_url + path, json=request, headers=headers(session, "w", **more)) as response:
-            return response.status, await response.json()
-
-    asking = asyncio.ensure_future(ask(home, PATH))
-    with home.slowed():
-        await asyncio.to_thread(until_it_runs, home)
-        await asked_to_move(session, home, away, 1)
-    status, told = await asking
-    assert (status, told["error"]["code"], told["error"]["param"]) == (409, "generation_moved", name_of(session, 1))
-    status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": PATH})
-    assert status == 200
-    alone = await ask(home, PATH)
-    assert whole["choices"] == alone[1]["choices"]
+    engines = pair("llama")
+    whole, alone = await moved_whole(web, session, engines, body(count=1500, stream=False))
+    assert whole["choices"] == alone["choices"]
     assert whole["usage"]["completion_tokens"] == 1500
 
     completion = {"prompt": "A river. " * 30, "max_tokens": 1500, "temperature": 0, "ignore_eos": True, "stream": True}
-    moving = Follower(web, session, completion, "k", "/v1/completions")
-    reading = asyncio.ensure_future(moving.read(home, {2: away}))
-    with home.slowed():
-        await moving.until(20)
-        await asked_to_move(session, home, away, 2)
-    await reading
-    assert moving.moves == [name_of(session, 2)]
-    assert moving.text == (await stayed(web, home, completion, "/v1/completions")).text
+    moving, _ = await moved(web, session, engines, completion, "/v1/completions", fences=(2,))
+    assert moving.text == (await stayed(web, engines[0], completion, "/v1/completions")).text
 
 
 async def test_a_typed_stream_that_moves_twice_goes_on_with_its_numbers(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
-    home, away = pair("llama")
-    path = "/v1/responses"
-    moving = Follower(web, session, TYPED, "alone", path)
-    reading = asyncio.ensure_future(moving.read(home, {1: away, 2: home}))
-    with home.slowed(), away.slowed():
-        await moving.until(30)
-        await asked_to_move(session, home, away, 1)
-        await moving.until(len(moving.events) + 30)
-        await asked_to_move(session, away, home, 2)
-    await reading
-    assert moving.moves == [name_of(session, 1), name_of(session, 2)]
+    engines, path = pair("llama"), "/v1/responses"
+    moving, _ = await moved(web, session, engines, TYPED, path, fences=(1, 2))
     typed = events_of(moving)
     assert [event["sequence_number"] for event in typed] == list(range(len(typed)))
-    alone = events_of(await stayed(web, home, {**TYPED, "cache_prompt": False}, path))
+    alone = events_of(await stayed(web, engines[0], {**TYPED, "cache_prompt": False}, path))
     assert [unclocked(event) for event in typed] == [unclocked(event) for event in alone]
     assert typed[-1]["response"]["created_at"] == typed[0]["response"]["created_at"]
     assert typed[-1]["response"]["usage"]["output_tokens"] == 900
@@ -133,21 +151,7 @@ async def test_a_typed_stream_that_leaves_with_its_prompt_goes_on_with_its_numbe
 async def test_a_typed_answer_in_one_piece_moves(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
-    home, away = pair("llama")
-    path = "/v1/responses"
-
-    async def ask(engine: EngineProcess, at: str, **more: str) -> tuple[int, dict[str, Any]]:
-        whole = {**TYPED, "stream": False}
-        async with web.post(engine.base_url + at, json=whole, headers=headers(session, "p", **more)) as response:
-            return response.status, await response.json()
-
-    asking = asyncio.ensure_future(ask(home, path))
-    with home.slowed():
-        await asyncio.to_thread(until_it_runs, home)
-        await asked_to_move(session, home, away, 1)
-    assert (await asking)[1]["error"]["code"] == "generation_moved"
-    _, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": path})
-    _, alone = await ask(home, path)
+    whole, alone = await moved_whole(web, session, pair("llama"), {**TYPED, "stream": False}, "/v1/responses")
     assert whole["output"][0]["content"] == alone["output"][0]["content"]
 
 
@@ -196,18 +200,10 @@ def assert_alike(moved: dict[int, dict[str, Any]], alone: dict[int, dict[str, An
 async def test_all_choices_of_a_request_move_together_and_so_do_log_probabilities(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, architecture: str
 ) -> None:
-    home, away = pair(architecture)
+    home, away = engines = pair(architecture)
     request = body(count=900, n=2, logprobs=True, top_logprobs=2)
-    moving = Follower(web, session, request, "c")
-    reading = asyncio.ensure_future(moving.read(home, {1: away, 2: home}))
-    with home.slowed(), away.slowed():
-        await moving.until(30)
-        first = await asked_to_move(session, home, away, 1)
-        await moving.until(len(moving.events) + 30)
-        await asked_to_move(session, away, home, 2)
-    await reading
+    moving, (first, _) = await moved(web, session, engines, request, fences=(1, 2))
     alone = await stayed(web, away, {**request, "cache_prompt": False})
-    assert moving.moves == [name_of(session, 1), name_of(session, 2)]
     assert_alike(choices_of(moving), choices_of(alone))
     assert (moving.usage["completion_tokens"], first.kind) == (1800, "live")
     # The prompt's blocks went once, the other choice shares them.
@@ -245,16 +241,9 @@ async def test_choices_that_wait_for_a_slot_are_waited_for(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str, count: int
 ) -> None:
     """The two that have slots, by one of which the move was begun, end meanwhile."""
-    home, away = pair("llama")
-    request = body(count=count, n=3)
-    moving = Follower(web, session, request, "w")
-    reading = asyncio.ensure_future(moving.read(home, {1: away}))
-    with home.slowed():
-        await moving.until(30)
-        await asked_to_move(session, home, away, 1)
-    await reading
-    assert moving.moves
-    assert_alike(choices_of(moving), choices_of(await stayed(web, home, {**request, "cache_prompt": False})))
+    engines, request = pair("llama"), body(count=count, n=3)
+    moving, _ = await moved(web, session, engines, request)
+    assert_alike(choices_of(moving), choices_of(await stayed(web, engines[0], {**request, "cache_prompt": False})))
     assert moving.usage["completion_tokens"] == 3 * count
 
 
@@ -262,21 +251,8 @@ async def test_choices_that_wait_for_a_slot_are_waited_for(
 async def test_several_choices_in_one_piece_move_with_their_log_probabilities(
     pair: Callable[..., Pair], web: aiohttp.ClientSession, session: str
 ) -> None:
-    home, away = pair("llama")
     request = body(count=900, n=2, stream=False, logprobs=True)
-
-    async def ask(engine: EngineProcess, path: str, **more: str) -> tuple[int, dict[str, Any]]:
-        async with web.post(engine.base_url + path, json=request, headers=headers(session, "o", **more)) as response:
-            return response.status, await response.json()
-
-    asking = asyncio.ensure_future(ask(home, PATH))
-    with home.slowed():
-        await asyncio.to_thread(until_it_runs, home)
-        await asked_to_move(session, home, away, 1)
-    assert (await asking)[1]["error"]["code"] == "generation_moved"
-    status, whole = await ask(away, f"/handoffs/{name_of(session, 1)}/stream", **{"X-Hydra-Path": PATH})
-    assert status == 200
-    _, alone = await ask(home, PATH)
+    whole, alone = await moved_whole(web, session, pair("llama"), request)
     assert [choice["message"] for choice in whole["choices"]] == [choice["message"] for choice in alone["choices"]]
     for choice in whole["choices"]:
         assert len(choice["logprobs"]["content"]) == 900
