@@ -7,7 +7,8 @@
     --toolkit DIR      a CUDA toolkit that is not where toolkits usually are; may be given several times
     --define NAME=VALUE  one more CMake variable, such as GGML_CUDA_FA_ALL_QUANTS=ON
     --kernels A.cu,B.cu  compile only these files of the CUDA backend, show what is inside, and install nothing
-    --jobs N           compilers at once (default: one for each core); --nice N their niceness (default 10)
+    --jobs N           compilers at once (default: one for each core, fewer where memory is short)
+    --nice N           their niceness (default 10)
     --json             progress as one JSON object a line, for programs
 
 Run from the project's folder; needs Python's standard library, CMake (Hydra's packages have it), a C++ compiler, and for cards a
@@ -40,8 +41,9 @@ from native import changes, llama_source, toolkits, wheel_toolkit
 from native.architectures import CPU, ArchitectureUnknown, checked
 from native.build_request import REQUIREMENTS, compiler_line, use_own_tools
 from native.compilation import Report, Wanted, compile_targets, configure, version_line
+from native.compiler_memory import go_first, usual_jobs
 from native.errors import BuildFailed
-from native.library_checks import check_symbols, list_images
+from native.library_checks import check_loads, check_symbols, list_images
 from native.toolkits import Toolkit, ToolkitMissing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +119,8 @@ def build(wanted: Wanted, home: Path, jobs: int, report: Report) -> tuple[Path, 
         shutil.rmtree(draft, ignore_errors=True)
         _collect(work / "bin", draft / "lib")
         check_symbols(draft / "lib")
+        if wanted.toolkit is None:  # one with CUDA wants the driver of a card, which a build does not
+            check_loads(draft / "lib")
         images, images_by = list_images(draft / "lib" / CUDA_LIBRARY, wanted.toolkit)
         _check_images(wanted.archs, images)
         manifest = Manifest(
@@ -243,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--toolkit", type=Path, action="append", default=[], help="a CUDA toolkit's folder")
     parser.add_argument("--define", action="append", default=[], metavar="NAME=VALUE", help="a CMake variable")
     parser.add_argument("--kernels", default="", help="compile only these files of the CUDA backend")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilers at once")
+    parser.add_argument("--jobs", type=int, default=usual_jobs(), help="compilers at once")
     parser.add_argument("--nice", type=int, default=10, help="niceness of the compilers")
     parser.add_argument("--json", action="store_true", help="progress as JSON, for programs")
 
@@ -260,6 +264,7 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         os.nice(max(0, options.nice))
+        go_first()
         use_own_tools()
         _all(options, output)
     except (ArchitectureUnknown, ToolkitMissing) as error:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from engines.cuda_images import read_images
@@ -16,6 +17,17 @@ from native.toolkits import Toolkit
 ASK_TIMEOUT_S = 120
 # Of libstdc++ itself: a library that exports them and is not libstdc++ breaks the process's own.
 STANDARD_LIBRARY = ("_ZNSt6localeC1Ev", "_ZNSt6localeD1Ev", "_ZNSt6locale7classicEv")
+
+
+def check_loads(folder: Path) -> None:
+    """Raises BuildFailed where the libraries that engines load cannot be loaded, in a process of their own."""
+    script = "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]"
+    paths = [str(path) for path in (folder / "libllama.so", folder / "libmtmd.so") if path.exists()]
+    command = [sys.executable, "-c", script, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"the process that tried ended with {done.returncode}"]
+        raise BuildFailed(f"the library was built, but cannot be loaded: {said[-1]}")
 
 
 def check_symbols(folder: Path) -> None:

@@ -83,6 +83,16 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path: Path
     assert builds(tmp_path) == []
 
 
+@needs_cmake
+def test_a_library_that_cannot_be_loaded_is_no_build(tmp_path: Path, source: Path) -> None:
+    (source / "src" / "llama.cpp").write_text(
+        'extern "C" int nowhere(); extern "C" int llama_answer() { return nowhere(); }'
+    )
+    code, told, _ = run(tmp_path, source, "--arch", "cpu")
+    assert (code, "cannot be loaded" in str(told[-1]["error"]), "nowhere" in str(told[-1]["error"])) == (1, True, True)
+    assert builds(tmp_path) == []
+
+
 def test_what_cannot_be_built_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     code, told, _ = run(tmp_path, tmp_path, "--arch", "sm_1")
     assert (code, "known: cpu, sm_60" in str(told[-1]["error"])) == (2, True)
