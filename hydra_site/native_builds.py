@@ -15,7 +15,7 @@ from engines.native_library import FOLDER, LIBRARY_VARIABLE
 from engines.process import write_private
 from hydra_site import env
 from native.architectures import ARCHITECTURES, CPU, checked
-from native.build_request import request_key, use_own_tools
+from native.build_request import missing_toolkit, request_key, use_own_tools
 from native.errors import BuildFailed
 from pools import jobs
 from pools.choices import JobKind
@@ -51,8 +51,12 @@ def ask_for_builds(host_name: str, home: Path, devices: Iterable[DeviceFacts]) -
         asked[subject] = key
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, json.dumps(asked, indent=2, sort_keys=True))
+        # The job is to fail then: it shows the reason to whoever looks at the panel, too.
+        lacking = missing_toolkit(archs) if archs != (CPU,) else ""
         told.append(
-            f"llama.cpp is being built for {subject} in the background (job {job_id}); engines take it when idle"
+            f"llama.cpp cannot be built for {subject} (job {job_id}): {lacking}"
+            if lacking
+            else f"llama.cpp is being built for {subject} in the background (job {job_id}); engines take it when idle"
         )
     for line in told:
         logger.info("%s", line)
@@ -60,9 +64,12 @@ def ask_for_builds(host_name: str, home: Path, devices: Iterable[DeviceFacts]) -
 
 
 def _wanted(devices: Iterable[DeviceFacts]) -> list[tuple[str, ...]]:
-    """A library for the cards and one for the CPU, which has an engine on every host."""
+    """A library for the cards, one for the CPU, which has an engine on every host, and by themselves the cards for which there is
+    no toolkit, so that the others do not wait for it."""
     cards = checked({device.arch for device in devices if device.kind == "cuda"} & ARCHITECTURES.keys())
-    return [archs for archs in (cards, (CPU,)) if archs]
+    known = tuple(arch for arch in cards if not missing_toolkit((arch,)))
+    unknown = tuple(arch for arch in cards if arch not in known)
+    return [archs for archs in (known, unknown, (CPU,)) if archs]
 
 
 def _read(path: Path) -> dict[str, str]:

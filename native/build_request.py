@@ -56,3 +56,12 @@ def request_key(archs: tuple[str, ...]) -> str:
         "cpu": cpu_digest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def missing_toolkit(archs: tuple[str, ...]) -> str:
+    """Why nothing here compiles for these cards, and what to do; "" where something does."""
+    try:
+        toolkits.choose([name for name in archs if name != CPU], toolkits.find_toolkits())
+    except toolkits.ToolkitMissing as error:
+        return str(error)
+    return ""

@@ -10,12 +10,14 @@ import pytest
 
 from engines import launch
 from hydra_site.native_builds import ask_for_builds
+from native import toolkits
 from pools import job_runner, jobs, services, tasks
 from pools.choices import JobKind
 from pools.models import Job
 from tests.engines.test_renewal import CARD
 from tests.native.small_source import write_pinned_source
 from tests.native.test_build_request import write_tool
+from tests.native.test_toolkits import CUDA_13
 from tests.rows import CPU, HOST
 
 pytestmark = pytest.mark.django_db
@@ -69,15 +71,32 @@ def test_a_build_that_failed_is_tried_again_only_when_somebody_asks_or_the_tools
     assert len(ask_for_builds("here", home, [CPU])) == 1
 
 
-def test_cards_get_one_library_together_and_one_that_nobody_can_build_for_none(home: Path) -> None:
+def test_cards_get_one_library_together_and_one_that_nobody_can_build_for_none(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = [dataclasses.replace(CARD, index=index, arch=arch) for index, arch in ((1, "sm_60"), (2, "sm_20"))]
-    assert len(ask_for_builds("here", home, [CPU, CARD, *others])) == 2
+    monkeypatch.setattr(toolkits, "find_toolkits", lambda *_: [])
+    of_cards, of_cpu = ask_for_builds("here", home, [CPU, CARD, *others])
+    assert "sm_60 (Tesla P100) needs CUDA 8.0 to 12.9; here is no toolkit" in of_cards
+    assert "is being built for cpu" in of_cpu
     assert subjects() == ["cpu", "sm_60 sm_86"]
     # Without a toolkit the job says what is needed, and does not come again by itself.
     build = jobs.newest_build("here", "sm_86")
     assert (
         build is not None and build == jobs.newest_build("here", "sm_60") and jobs.newest_build("here", "sm_8") is None
     )
+
+
+def test_a_card_without_a_toolkit_keeps_no_other_one_waiting(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolkits, "find_toolkits", lambda *_: [CUDA_13])
+    old = dataclasses.replace(CARD, index=1, arch="sm_60")
+    told = ask_for_builds("here", home, [CPU, CARD, old])
+    assert [line.split(" (job")[0] for line in told] == [
+        "llama.cpp is being built for sm_86 in the background",
+        "llama.cpp cannot be built for sm_60",
+        "llama.cpp is being built for cpu in the background",
+    ]
+    assert subjects() == ["cpu", "sm_60", "sm_86"]
 
 
 def test_who_wants_none_or_has_chosen_a_library_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
