@@ -148,12 +148,14 @@ class AdoptedAnswer:
 @dataclass(frozen=True)
 class AskBody:
     """How a move stands at the target; with `drop` it ends there unless the generation goes on already, and with `resumed` also
-    then: it goes on at the source. With `wait` the answer comes when nothing of what was sent is on its way in any more; with
-    `rehearse_rows`, before the source stops, when the target has tried as well what a step of so many rows a choice is like."""
+    then: it goes on at the source. With `wait` the answer comes when nothing of what was sent is on its way in any more; before
+    the source stops, with `reader` when whoever continues the client's stream has all ready there, or does not come, and with
+    `rehearse_rows`, as with `wait`, when the target has tried what a step of so many rows a choice is like."""
 
     handoff: str
     fence: int
     drop: bool = False
     wait: bool = False
     resumed: bool = False
+    reader: bool = False
     rehearse_rows: int = 0

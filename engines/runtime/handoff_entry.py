@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,32 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 
+# How long a stop waits for who is to read the answer's rest: to ask for it, and to be ready, which takes the longer, for template
+# and tokenizer, the longer the prompt is.
+ASKED_S, READY_S = 0.25, 3.0
+
 OPEN, GOING, OVER = "open", "going", "over"
+
+
+class Reader:
+    """Whoever is to continue the client's stream: asks, makes all ready for the answer, and then waits for it."""
+
+    def __init__(self) -> None:
+        self._asked, self._waits = asyncio.Event(), asyncio.Event()
+
+    def asked(self) -> None:
+        self._asked.set()
+
+    def waits(self) -> None:
+        self._waits.set()
+
+    async def ready(self) -> None:
+        """Returns when it waits; in ASKED_S where it does not ask, and in READY_S in any case."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASKED_S):
+                await self._asked.wait()
+            async with asyncio.timeout(READY_S):
+                await self._waits.wait()
 
 
 @dataclass(eq=False)
@@ -60,6 +85,8 @@ class Adopted:
     """Of a request that comes alone, once the manifest is here: what it goes on with."""
     is_whole: bool = False
     claimed: bool = False
+    reader: Reader = field(default_factory=Reader)
+    """Of a generation that runs."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     timer: asyncio.TimerHandle | None = None
     leaving: asyncio.Task[None] | None = None

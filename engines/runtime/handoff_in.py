@@ -275,7 +275,9 @@ class ArrivingHandoffs:
         elif entry.state == OPEN and not entry.at_work.locked():
             # Its source has nothing to send yet, but is there.
             async with self._working(entry):
-                if body.rehearse_rows:
+                if body.reader:
+                    await entry.reader.ready()
+                elif body.rehearse_rows:
                     await rehearse_together([one.adopting for one in entry.together], body.rehearse_rows)
                 elif body.wait:
                     await entry.adopting.settled()
@@ -357,12 +359,14 @@ class ArrivingHandoffs:
         named = entry is not None and entry.first is None and not entry.body.idle
         if entry is None or not named or entry.body.request_id != request_id or entry.claimed:
             raise HandoffUnknown("No running request of that id comes here by such a handoff.")
+        entry.reader.asked()
         return entry
 
     @asynccontextmanager
     async def reading(self, entry: Adopted, generations: Sequence[Generation]) -> AsyncIterator[list[Generation]]:
         """Waits until the request's generations go on here, as many as it has choices; ends them when the block is left. Raises
         HandoffUnknown when they never do."""
+        entry.reader.waits()
         await entry.settled.wait()
         if entry.state != GOING or entry.claimed or len(generations) != len(entry.generations):
             raise HandoffUnknown("The request did not come here.")

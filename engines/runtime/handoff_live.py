@@ -113,9 +113,12 @@ class LiveMove:
         await self._follow(first)
         step_s = (time.monotonic() - began_at) / max(1, generation.new_tokens - began_tokens)
         await self._join_others(stack)
-        for member in self._members:
-            await self._follow_begun(member)
         self._clock.lap("followed")
+        await first.way.awaited()
+        self._clock.lap("awaited")
+        for member in self._members:
+            await self._follow(member)
+            await self._follow_begun(member)
         await first.way.rehearse(self._rows_of_step())
         await self._cleared(self._members)
         self._clock.lap("rehearsed")

@@ -228,6 +228,10 @@ class Way:
         while not self.has_room(size_bytes):
             await self._entering()
 
+    async def awaited(self) -> None:
+        """Returns when whoever continues the stream waits at the target for its first piece, or does not come."""
+        self._note(await self.target.adopt_ask(AskBody(self._handoff, self._fence, reader=True)))
+
     async def rehearse(self, rows: int) -> None:
         """Returns when all that was sent has entered, and the target has tried what its first step will be like, of so many rows
         a choice, where that is of use."""
