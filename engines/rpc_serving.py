@@ -44,6 +44,8 @@ from engines.wire_json import HelloAnswer, HelloChallenge, HelloDone, HelloReque
 log = logging.getLogger("hydra.rpc")
 
 LINGER_S = 1.0
+# HELLO takes a peer's two answers. Who has not shown for so long who it is keeps nobody out who comes now.
+GREETING_S = 2.0
 CLOSE_PATIENCE_S = 1.5
 BACKLOG = 128
 TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -126,7 +128,7 @@ class RpcServer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _accept(self, stream: ByteStream) -> None:
-        if len(self._connections) >= self._terms.connections:
+        if len(self._connections) >= self._terms.connections and not self._drop_silent():
             if len(self._turned_away) >= self._terms.connections:
                 stream.abort()
                 return
@@ -140,8 +142,18 @@ class RpcServer:
         self._metrics.connections.set(len(self._connections))
         task.add_done_callback(self._ended)
 
+    def _drop_silent(self) -> bool:
+        """Ends the oldest connection whose peer has said nothing that proves it for long; False where there is none."""
+        before = asyncio.get_running_loop().time() - GREETING_S
+        for task, connection in self._connections.items():
+            if not connection.is_known and connection.since < before:
+                task.cancel()
+                self._ended(task)
+                return True
+        return False
+
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._connections[task]
+        self._connections.pop(task, None)
         self._metrics.connections.set(len(self._connections))
 
     async def _turn_away(self, stream: ByteStream) -> None:
@@ -167,6 +179,9 @@ class _Connection:
     ) -> None:
         self.idle = True
         self.closing = False
+        # Whether HELLO is behind it, and since when it is there (the loop's time).
+        self.is_known = False
+        self.since = asyncio.get_running_loop().time()
         self._stream = stream
         self._terms = terms
         self._services = services
@@ -176,6 +191,7 @@ class _Connection:
     async def run(self) -> None:
         try:
             if await self._hello():
+                self.is_known = True
                 while not self.closing and await self._serve(await self._next_head(self._terms.idle_s)):
                     pass
         except (OSError, TimeoutError, ProtocolBroken) as error:

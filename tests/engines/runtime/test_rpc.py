@@ -112,6 +112,39 @@ def test_more_connections_than_allowed_are_told_so(engine: EngineProcess) -> Non
         time.sleep(0.02)
 
 
+def test_who_never_says_who_it_is_keeps_nobody_out(engine: EngineProcess) -> None:
+    """Half of a HELLO, on as many connections as there may be."""
+    strangers = [PlainClient(engine.config.rpc_port, hello=False) for _ in range(12)]
+    try:
+        for stranger in strangers:
+            stranger.socket.sendall(message(0x70, payload=b" " * 100)[:50])
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                with PlainClient(engine.config.rpc_port, hello=False) as late:
+                    late.hello(SECRET)
+                    assert late.ask(0x41).status == OK
+                break
+            except (AssertionError, OSError, EOFError):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        closed = [ended(stranger.socket) for stranger in strangers]
+        assert closed == [True] + [False] * 11, "one made place, the oldest"
+    finally:
+        for stranger in strangers:
+            stranger.socket.close()
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 # --- control --------------------------------------------------------------------------------------
 
 
