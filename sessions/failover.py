@@ -24,6 +24,7 @@ from engines.errors import (
     ContextLengthExceeded,
     ContextTooShort,
     EngineError,
+    EngineStopping,
     EngineUnreachable,
     NoEngineReady,
 )
@@ -35,6 +36,8 @@ from sessions.stream_journal import StreamJournal
 from sessions.turn import written
 
 MOST_FAILOVERS = 2
+# Engines that were stopped one after the other, as for an upgrade of all, and said so: no request does that.
+MOST_STOPS = 16
 # An engine that has died is up again by then, unless its model is very large.
 PATIENCE_S = 90.0
 PAUSE_S = 0.5
@@ -55,7 +58,7 @@ class Failover:
     """Of one answer. `from_event`: its stream is written again from there on, for a client that another site read to."""
 
     def __init__(self, request: RelayedRequest, journal: StreamJournal) -> None:
-        self.count = 0
+        self._lost_count = self._stop_count = 0
         self._request, self._journal = request, journal
 
     async def go_on(self, lost: EngineEndpoint | None) -> aiohttp.ClientResponse:
@@ -64,9 +67,8 @@ class Failover:
         `lost` is looked after; None where every engine did what it was asked to, and the answer is broken off all the same.
         """
         request = self._request
-        if self.count >= MOST_FAILOVERS or not self._journal.can_go_on:
+        if self._has_lost_too_many() or not self._journal.can_go_on:
             raise EngineUnreachable("The engine went away in the middle of the answer.")
-        self.count += 1
         who = "no engine" if lost is None else f"engine {lost.name}"
         logger.warning("%s was lost over request %s; another one goes on", who, request.request_id)
         request.record.mark("failed_over_s")
@@ -77,6 +79,14 @@ class Failover:
             dispatcher().lost(lost)
         async with request.in_time():
             return await self.placed(lost)
+
+    def _has_lost_too_many(self) -> bool:
+        """Counts the engine that is lost now."""
+        if self._journal.failure == EngineStopping.code:
+            self._stop_count += 1
+            return self._stop_count > MOST_STOPS
+        self._lost_count += 1
+        return self._lost_count > MOST_FAILOVERS
 
     async def placed(self, lost: EngineEndpoint | None = None, from_event: int | None = None) -> aiohttp.ClientResponse:
         """The same at whatever engine can take it, `lost` one excepted for now. Waits for one, within bounds."""

@@ -231,7 +231,8 @@ def _begun(handoff_id: int) -> _Begun | None:
     if row is None:
         return None
     source = engines.engine_rpc(row.source_id, leaving=True) if row.source_id else None
-    target = engines.engine_rpc(row.target_id) if row.target_id else None
+    # One that began to get empty meanwhile takes in what has begun, and knows what came of it.
+    target = engines.engine_rpc(row.target_id, leaving=not is_new) if row.target_id else None
     if target is None:
         fail(handoff_id, NOT_SERVED)
         return None

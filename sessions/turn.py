@@ -71,7 +71,8 @@ class TurnRecord:
         """Note what whole SSE frames say; nearly all are only searched, the closing ones are parsed."""
         if self._first_token_s is None and self._form.text.search(frames):
             self._first_token_s = time.monotonic() - self._arrived_s
-        self._events += frames.count(b"data: ")
+        # A line break in a text is none on the wire, so no text counts.
+        self._events += frames.startswith(b"data: ") + frames.count(b"\ndata: ")
         self._bytes += len(frames)
         if self._form.telling.search(frames):
             for frame in frames.split(b"\n\n"):

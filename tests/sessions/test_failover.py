@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from engines.client import close_client_session
 from engines.models import Engine
@@ -25,7 +26,7 @@ from sessions.stream_desk import StreamDesk
 from sessions.turn import wait_for_writes
 from tests.paced_engine import PacedEngine
 from tests.rows import add_engine, add_model, set_ready
-from tests.sessions.loopback_engine import frame, loopback_engine, streaming
+from tests.sessions.loopback_engine import ENDING, frame, loopback_engine, streaming
 from tests.sessions.stream_readers import Reader, call_of, me, said_in, until
 from tests.synthetic_gguf import SyntheticModel
 
@@ -162,6 +163,39 @@ async def test_a_request_that_kills_its_engines_does_not_kill_them_all(
     assert asked[1:] == ["/continue"] * failover.MOST_FAILOVERS
     await wait_for_writes(10)
     await close_client_session()
+
+
+async def test_a_stream_outlives_more_engines_that_are_stopped_than_may_be_lost(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    """As in an upgrade of all of them, one after the other."""
+    head, mark = b'event: hydra.begun\ndata: {"seed": 1}\n\n', b"event: hydra.mark\ndata: [[0, 3, [1]]]\n\n"
+    stopping = b'event: hydra.failed\ndata: {"code": "engine_stopping"}\n\ndata: {"error": {"message": "Bye."}}\n\n'
+    closed = b'event: hydra.mark\ndata: [[0, 0, [], {"closed": true}]]\n\n'
+    stops = failover.MOST_FAILOVERS + 1
+    asked = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal asked
+        asked += 1
+        begun = head if asked == 1 else b""
+        rest = ENDING + closed if asked > stops else stopping
+        return await streaming(begun + frame({"content": "Red"}) + mark + rest)(request)
+
+    async with loopback_engine(answer) as a, loopback_engine(answer) as b:
+
+        def write() -> None:
+            variant = add_model(tiny_model("llama").path, tmp_path)
+            for number, port in enumerate((a, b)):
+                set_ready(add_engine(variant, name=f"cpu-{number}"), port)
+
+        await in_db(write)
+        async with asyncio.timeout(PATIENCE_S):
+            reader = await Reader(0).run()
+        await wait_for_writes(10)
+        await close_client_session()
+    assert b"error" not in reader.text
+    assert reader.text.count(b"Red") == asked == stops + 1
 
 
 async def read(stream: KeptStream, start: int, until: int | None = None) -> list[bytes]:

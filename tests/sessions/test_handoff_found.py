@@ -111,6 +111,19 @@ async def test_a_move_that_came_to_its_end_is_written_down_by_what_its_target_kn
         assert (chat.engine.name, set(leased.values())) == ("cpu-0", {"cpu-0"})
 
 
+async def test_a_move_whose_target_gets_empty_meanwhile_is_written_down_too(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path
+) -> None:
+    asked: list[AskBody] = []
+    async with peer("going", asked) as target:
+        move = await in_db(rows, tiny_model("llama"), tmp_path, free_port(), target, serves=True)
+        await in_db(lambda: Engine.objects.filter(name="cpu-1").update(state="draining"))
+        assert (await handoffs.run(move)).state == "committed"
+        later = await in_db(anew, move)
+        assert (await handoffs.run(later)).reason == "one of the two engines does not serve"
+    assert len(asked) == 1
+
+
 async def test_the_row_of_a_move_has_what_its_target_refused_with(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path
 ) -> None:

@@ -145,6 +145,24 @@ async def test_an_engine_that_dies_in_the_middle_ends_the_stream_with_an_error_f
     assert (turn.state, turn.error_code) == ("failed", "engine_unreachable")
 
 
+async def test_the_error_of_a_numbered_stream_has_the_next_number_whatever_its_text(pool: Any) -> None:
+    async def die(response: web.StreamResponse) -> None:
+        assert response._req is not None
+        assert response._req.transport is not None
+        response._req.transport.abort()
+
+    told = {"type": "response.output_text.delta", "delta": "SSE:\ndata: one\ndata: two", "sequence_number": 0}
+    event = b"event: response.output_text.delta\ndata: " + json.dumps(told).encode() + b"\n\n"
+    call = dialects.RESPONSES.read(json.dumps({"input": "Explain SSE.", "stream": True}).encode())
+    async with loopback_engine(streaming(event, event, then=die)) as port:
+        await pool(port)
+        stream = await ask_engine(call, ME)
+        frames = b"".join([frames async for frames in stream.raw()]).split(b"\n\n")
+        await stream.aclose()
+    name, _, data = frames[-2].partition(b"\ndata: ")
+    assert (name, json.loads(data)["sequence_number"]) == (b"event: error", 2)
+
+
 async def test_an_engine_that_gives_an_answer_up_says_so_itself(pool: Any) -> None:
     error = b'data: {"error":{"message":"Broken.","code":"decode_failed"}}\n\n'
     async with loopback_engine(streaming(OPENING, error)) as port:
