@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from django.db import Error as DatabaseError
+
 from engines import loading
-from engines.errors import DeadlineExceeded, EngineError, ModelLoading
+from engines.errors import DeadlineExceeded, EngineError, ModelLoading, Unavailable
 from pools.db import in_db
 from sessions.engine_call import EngineCall
 from sessions.per_loop import PerLoop
@@ -25,9 +28,13 @@ POLL_S = 0.3
 PING_S = 2.0
 # Draining may take its time, and so may a large file.
 WAIT_LIMIT_S = 1200.0
+# A database that is started anew is back by then.
+DATABASE_AWAY_S = 60.0
 
 Ask = Callable[[], Awaitable[EngineAnswer]]
 GaveUp = Callable[[EngineError], None]
+
+logger = logging.getLogger(__name__)
 
 
 class LoadBoard:
@@ -56,11 +63,15 @@ class LoadBoard:
                 watch.cancel()
 
     async def _watch(self, model: str | None) -> None:
+        away_until_s = math.inf
         while True:
             try:
                 await in_db(loading.engines_for, model)
             except ModelLoading as still:
-                self.news[model] = still.loading
+                self.news[model], away_until_s = still.loading, math.inf
+            except DatabaseError as error:
+                away_until_s = min(away_until_s, time.monotonic() + DATABASE_AWAY_S)
+                _require_back(away_until_s, error)
             else:
                 return
             await asyncio.sleep(POLL_S)
@@ -76,22 +87,27 @@ async def answered(
     gave_up: GaveUp = lambda _error: None,
     *,
     deadline_s: float = math.inf,
+    still: ModelLoading | None = None,
 ) -> EngineAnswer:
     """The answer, as soon as an engine can give one; `tell` hears every PING_S how far its model is. Raises as `ask` does.
 
     `gave_up` hears of what ended the waiting while nobody was asked. Loading is a part of the request's time, which is up at
-    `deadline_s` (monotonic): then it raises DeadlineExceeded.
+    `deadline_s` (monotonic): then it raises DeadlineExceeded. Whoever waits, as by `still` already, waits for a database too that
+    is away for a moment.
     """
     limit_s = time.monotonic() + WAIT_LIMIT_S
     while True:
         try:
             return await ask()
-        except ModelLoading as still:
+        except (ModelLoading, DatabaseError) as error:
+            still = error if isinstance(error, ModelLoading) else still
+            if still is None:
+                raise
             try:
                 async with asyncio.timeout(max(0.0, min(deadline_s, limit_s) - time.monotonic())) as patience:
                     await _loaded(call.model, still.loading, tell)
-            except EngineError as error:
-                gave_up(error)
+            except EngineError as over:
+                gave_up(over)
                 raise
             except TimeoutError:
                 if not patience.expired():
@@ -99,6 +115,13 @@ async def answered(
                 late = still if limit_s < deadline_s else _time_up()
                 gave_up(late)
                 raise late from None
+
+
+def _require_back(until_s: float, error: DatabaseError) -> None:
+    """Whoever waits anyway waits for the database too, until then (monotonic). Raises Unavailable."""
+    if time.monotonic() + POLL_S > until_s:
+        raise Unavailable("The site's database does not answer right now.") from error
+    logger.info("how far a model is nobody can tell, the database does not answer: %s", error)
 
 
 def _time_up() -> EngineError:
@@ -139,7 +162,7 @@ async def frames(
     async def tell(news: dict[str, object]) -> None:
         await queue.put(comment(news))
 
-    opening = asyncio.ensure_future(answered(call, ask, tell, gave_up, deadline_s=deadline_s))
+    opening = asyncio.ensure_future(answered(call, ask, tell, gave_up, deadline_s=deadline_s, still=first))
     answer: EngineAnswer | None = None
     try:
         while not opening.done():

@@ -19,6 +19,7 @@ from sessions.dialects import CHAT, MESSAGES
 from sessions.identity import Identity, Owner
 from sessions.relay import ask_engine
 from sessions.turn import wait_for_writes
+from tests.database_outage import database_away
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.loopback_engine import loopback_engine, streaming
 from tests.synthetic_gguf import SyntheticModel
@@ -65,6 +66,41 @@ async def test_a_stream_hears_how_far_its_model_is_and_then_the_answer(engine: E
                 await in_db(set_ready, engine, port)
     assert json.loads(heard[0].removeprefix(b": loading "))["state"] == "starting"
     assert b"".join(block for block in heard if not block.startswith(b": ")) == b"".join(CHUNKS)
+
+
+async def test_a_database_that_is_away_for_a_moment_ends_no_waiting(engine: Engine) -> None:
+    call = CHAT.read(BODY)
+
+    async def ask() -> Any:
+        return await ask_engine(call, ME)
+
+    with pytest.raises(ModelLoading) as first:
+        await ask()
+    async with loopback_engine(streaming(*CHUNKS)) as port:
+        heard: list[bytes] = []
+        waiting = load_wait.frames(call, ask, first.value)
+        for _ in range(2):
+            heard.append(await anext(waiting))
+        with database_away():
+            # Some looks are refused meanwhile.
+            await asyncio.sleep(4 * load_wait.POLL_S)
+        await in_db(set_ready, engine, port)
+        heard += [block async for block in waiting]
+    assert b"".join(block for block in heard if not block.startswith(b": ")) == b"".join(CHUNKS)
+
+
+async def test_a_database_that_stays_away_ends_it_with_an_error_frame(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_wait, "DATABASE_AWAY_S", 0.5)
+    call = CHAT.read(BODY)
+
+    async def ask() -> Any:
+        return await ask_engine(call, ME)
+
+    with database_away():
+        heard = [block async for block in load_wait.frames(call, ask, ModelLoading("…", {"state": "starting"}))]
+    assert json.loads(heard[-1].removeprefix(b"data: "))["error"]["message"].startswith("The site's database")
 
 
 async def test_whoever_leaves_while_waiting_leaves_nothing_behind(engine: Engine) -> None:
