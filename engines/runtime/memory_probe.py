@@ -32,6 +32,8 @@ _BUFFER_TYPES_LIMIT = 256
 SIMULATED_STATE_BYTES = 1 << 30
 # So is its table of cells, some 60 bytes each; beyond this, fewer cells are simulated.
 SIMULATED_CELLS = 1 << 20
+# A context that only shows whether the model keeps what it reads.
+PROBED_TOKENS = 32
 _SIZE_LINE = re.compile(r"(\S+)\s+(RS|output) buffer size = +([\d.]+) MiB")
 
 
@@ -172,6 +174,29 @@ class Simulation:
         self.experts: int = _cxx_function("_Z20llama_model_n_expertPK11llama_model", ctypes.c_int, ctypes.c_void_p)(
             self._model
         )
+        if not config.pooling and not self._writes_text():
+            self.close()
+            raise ModelLoadFailed(
+                f"{config.model_path} reads text and writes none, as models for embeddings (pooling mean, cls or last)"
+                " and for scores (pooling rank) do"
+            )
+
+    def _writes_text(self) -> bool:
+        """Whether it goes on from what it has read. Of others llama.cpp aborts the process once few rows have results."""
+        if llama_cpp.llama_model_has_encoder(self._model):
+            return False
+        if self.has_recurrent_state:
+            return True
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = params.n_outputs_max = PROBED_TOKENS
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        with llama_log.collected(forward=False):
+            context = llama_cpp.llama_init_from_model(self._model, params)
+        if not context:
+            return True  # the context that is wanted will tell why
+        has_memory = bool(llama_cpp.llama_get_memory(context))
+        llama_cpp.llama_free(context)
+        return has_memory
 
     def __enter__(self) -> Simulation:
         return self
@@ -188,6 +213,11 @@ class Simulation:
 
         Raises ModelLoadFailed if llama.cpp refuses to make such a context.
         """
+        known = int(llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model)))
+        if config.samples_on_device and config.device_candidates > known:
+            raise ModelLoadFailed(
+                f"device_candidates is {config.device_candidates}; the model has {known} tokens in all"
+            )
         sequences, cells = config.sequences, config.cells
         few = min(sequences, self._affordable_sequences(config)) if self.has_recurrent_state else sequences
         some = min(cells, SIMULATED_CELLS)

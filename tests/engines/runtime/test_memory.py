@@ -21,6 +21,7 @@ from engines.runtime.host_memory import Room, host_room
 from engines.runtime.llama import Llama
 from engines.runtime.memory_fit import nearest_form
 from engines.runtime.memory_need import DEVICE_MARGIN_BYTES, HOST_MARGIN_BYTES, DeviceNeed, MemoryNeed, shortages
+from tests import synthetic_encoders
 from tests.conftest import PulledModel
 from tests.synthetic_gguf import SyntheticModel
 
@@ -131,6 +132,23 @@ def test_a_file_that_is_no_model_is_named_with_llama_cpps_reason(tmp_path: Path)
     with pytest.raises(ModelLoadFailed, match=r"could not load .*broken\.gguf: .") as failure:
         memory.plan(config(path))
     assert "\n" not in str(failure.value)
+
+
+def test_a_model_that_writes_no_text_is_refused_before_llama_cpp_aborts(tmp_path: Path) -> None:
+    for write in (synthetic_encoders.write_bert, synthetic_encoders.write_bert_ranker):
+        write(tmp_path / "encoder.gguf")
+        with pytest.raises(ModelLoadFailed, match=r"encoder\.gguf reads text and writes none.*pooling"):
+            memory.plan(config(tmp_path / "encoder.gguf"))
+    synthetic_encoders.write_qwen3_ranker(tmp_path / "ranker.gguf")
+    assert memory.plan(config(tmp_path / "ranker.gguf")).total_bytes > 0
+
+
+def test_more_candidates_than_there_are_tokens_are_refused_before_llama_cpp_aborts(tiny_model: Models) -> None:
+    asked = config(tiny_model("llama").path)
+    asked = dataclasses.replace(asked, sampling="backend", device_candidates=513)
+    with pytest.raises(ModelLoadFailed, match="device_candidates is 513; the model has 512 tokens"):
+        memory.plan(asked)
+    assert memory.plan(dataclasses.replace(asked, device_candidates=512)).total_bytes > 0
 
 
 def test_the_report_is_exported_by_device_kind_and_source(tiny_model: Models) -> None:
