@@ -169,7 +169,7 @@ class ChatRequest(BaseModel):
     max_tokens: Annotated[int, Field(ge=UNBOUNDED)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=UNBOUNDED)] | None = None
     temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None

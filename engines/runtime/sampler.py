@@ -37,6 +37,8 @@ from engines.runtime.llama import Llama
 from engines.runtime.sampler_chain import Chain
 
 SEED_MASK = 0xFFFF_FFFF
+# As llama.cpp's users say it: whichever.
+DRAWN_SEED = -1
 # Tokens that a DRY penalty may push down, on top of those that the plain penalties know.
 DRY_SPARE_CANDIDATES = 64
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -107,7 +109,7 @@ class SamplingParams:
                 given[name] = min(config.context_tokens, LONGEST_WINDOW_TOKENS)
         if request.dry_sequence_breakers is not None:
             given["dry_sequence_breakers"] = tuple(request.dry_sequence_breakers)
-        seed = request.seed if request.seed is not None and request.seed >= 0 else secrets.randbits(31)
+        seed = secrets.randbits(31) if request.seed in (None, DRAWN_SEED) else request.seed
         return cls(
             **given,
             seed=seed & SEED_MASK,

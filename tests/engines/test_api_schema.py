@@ -62,7 +62,7 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -161,6 +162,19 @@ def test_the_coldest_draw_is_the_likeliest_token(llama: Llama) -> None:
         sampler.close()
 
 
+def params_of(**fields: Any) -> SamplingParams:
+    """What an engine with a context of 2,048 tokens makes of a request."""
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    config = EngineConfig("x", "x", context_tokens=2048)
+    return SamplingParams.of(parse_chat_request(json.dumps(body).encode()), config, 512, frozenset())
+
+
+def test_the_smallest_nucleus_is_the_likeliest_token(llama: Llama) -> None:
+    row = np.random.default_rng(5).normal(0, 1, 512).astype(np.float32)
+    params = params_of(top_p=0, top_k=0, min_p=0, temperature=1.5)
+    assert set(drawn(llama, params, row, [], on_device=False)) == {int(row.argmax())}
+
+
 def drawn_in_a_row(sampler: Sampler, count: int) -> list[int]:
     rng = np.random.default_rng(11)
     rows = [rng.normal(0, 2, 512).astype(np.float32) for _ in range(40)]
@@ -169,9 +183,9 @@ def drawn_in_a_row(sampler: Sampler, count: int) -> list[int]:
 
 def test_every_seed_repeats(llama: Llama) -> None:
     """llama.cpp takes one of them for "any"; a client whose largest number is its favourite seed gets that one."""
-    request = b'{"messages": [{"role": "user", "content": "x"}], "seed": 9007199254740991}'
-    config = EngineConfig("x", "x")
-    assert SamplingParams.of(parse_chat_request(request), config, 512, frozenset()).seed == ANY
+    asked = {seed: params_of(seed=seed).seed for seed in (9007199254740991, -5, -1)}
+    assert (asked[9007199254740991], asked[-5]) == (ANY, ANY - 4)
+    assert asked[-1] != params_of(seed=-1).seed
     answers = []
     for seed in (ANY, ANY, ANY - 1):
         sampler = Sampler(replace(PLAIN, seed=seed, xtc_probability=0.5, xtc_threshold=0.01), llama)
@@ -211,12 +225,7 @@ def test_sequence_breakers_are_looked_for_once_and_before_the_core_needs_them(ll
 
 
 def test_windows_may_reach_back_as_far_as_the_context(llama: Llama) -> None:
-    request = (
-        b'{"messages": [{"role": "user", "content": "x"}], "repeat_last_n": -1, "dry_penalty_last_n": -1,'
-        b' "repeat_penalty": 1.5, "temperature": 0}'
-    )
-    config = EngineConfig("x", "x", context_tokens=2048)
-    params = SamplingParams.of(parse_chat_request(request), config, 512, frozenset())
+    params = params_of(repeat_last_n=-1, dry_penalty_last_n=-1, repeat_penalty=1.5, temperature=0)
     assert params.repeat_last_n == params.dry_penalty_last_n == 2048
     row = np.zeros(512, dtype=np.float32)
     row[[7, 8]] = (1.2, 1.0)
