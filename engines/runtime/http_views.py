@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,8 +95,13 @@ class Views:
 
     async def slots(self, request: web.Request) -> web.Response:
         views = self._core.views()
-        full = request.query.get("fail_on_no_slot") == "1" and not any(not view.is_processing for view in views)
+        full = request.query.get("fail_on_no_slot") == "1" and self._is_full(views)
         return web.json_response([asdict(view) for view in views], status=503 if full else 200)
+
+    def _is_full(self, views: Sequence[SlotView]) -> bool:
+        """Sequences for whole rows stand beside the slots, but no more run for them. While the model loads there are none."""
+        taken = sum(view.is_processing or view.state != "idle" for view in views)
+        return taken >= min(len(views), self._config.slots)
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=self._core.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -143,7 +149,7 @@ class Views:
         return web.json_response(
             {
                 "default_generation_settings": self._default_settings(),
-                "total_slots": self._config.decoding_sequences,
+                "total_slots": self._config.slots,
                 "model_alias": self._config.model_name,
                 # The folder is nobody's business: an engine may be asked from elsewhere.
                 "model_path": Path(self._config.model_path).name,

@@ -78,7 +78,7 @@ class EngineMetrics:
         gauge("llamacpp:kv_cache_usage_ratio", "Share of KV cells in use").set_function(
             lambda: 1 - cells.free / cells.count
         )
-        gauge("hydra_engine_slots", "Slots of this engine").set(len(cache.slots))
+        gauge("hydra_engine_slots", "Generations that may run at once").set(cache.most_running)
         gauge("hydra_engine_checkpoints", "Checkpoints inside the context").set_function(
             lambda: sum(len(checkpoint.sequence) > 0 for checkpoint in cache.checkpoints)
         )

@@ -44,7 +44,7 @@ class PrefixCache:
         self._spacing_tokens = config.checkpoint_spacing_tokens
         sequences = [Sequence(index, llama, self.ledger) for index in range(config.sequences)]
         running = config.decoding_sequences
-        self._most_running = config.slots
+        self.most_running = config.slots
         self.slots = [
             Slot(i, sequences[i], has_raw_logits=not config.samples_on_device or i >= config.slots)
             for i in range(running)
@@ -89,7 +89,7 @@ class PrefixCache:
     @property
     def free_slots(self) -> int:
         """How many generations more may run: sequences for whole rows stand beside the slots, but no more run for them."""
-        return max(0, self._most_running - sum(not slot.idle for slot in self.slots))
+        return max(0, self.most_running - sum(not slot.idle for slot in self.slots))
 
     @property
     def holders(self) -> list[Slot | Checkpoint]:

@@ -8,14 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from engines.config import EngineConfig
 from engines.rates_view import EngineRates
 from engines.runtime.core import EngineCore
 from engines.runtime.generation import Generation
 from engines.runtime.http_rates import rates_of
+from engines.runtime.http_views import Views
+from engines.runtime.operations import routes
 from engines.runtime.prefix import PrefixCache
+from engines.runtime.preparation import Preparation
 from tests.engines.runtime.test_core import GREEDY, finished, generation, prompt_of, running
+from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
 
 LOOKING = replace(GREEDY, top_logprobs=1)
@@ -93,3 +99,31 @@ async def test_a_router_is_told_how_many_more_may_begin(tiny_model: Callable[...
         assert (rates.whole_row_slots, rates.free_whole_row_slots) == (1, 0)
         core.cancel(looking)
         core.cancel(plain)
+
+
+async def test_an_engine_is_full_when_as_many_run_as_it_has_slots(
+    tiny_model: Callable[..., SyntheticModel],
+) -> None:
+    """The sequence for whole rows is idle then, and nobody may have it."""
+    async with running(tiny_model("llama", tie_free=True), sampling="backend", slots=1, queue_limit=1) as core:
+        preparation = Preparation(core.config, core)
+        app = web.Application()
+        app.add_routes(routes(Views(preparation).operations()))
+        async with TestClient(TestServer(app)) as client:
+
+            async def status() -> int:
+                return (await client.get("/slots?fail_on_no_slot=1")).status
+
+            assert (await (await client.get("/props")).json())["total_slots"] == 1
+            assert "hydra_engine_slots 1.0" in await (await client.get("/metrics")).text()
+            assert await status() == 200
+            for params in (GREEDY, LOOKING):
+                with slow_steps():
+                    work = generation([1, 10], 200, params=params)
+                    core.submit(work)
+                    assert await work.mailbox.take(60)
+                    assert await status() == 503
+                    core.cancel(work)
+                while await status() == 503:
+                    pass
+        preparation.close()
