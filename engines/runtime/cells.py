@@ -178,7 +178,7 @@ class Sequence:
         if source.spans:
             self.spans = source.spans.first(length)
         if self.draft is not None and source.draft is not None:
-            self.draft.share(source.draft, length)
+            self.draft.share(source.draft, length, source.tokens)
 
     def load(
         self, state: NDArray[np.uint8], tokens: list[int], spans: SpanMap = NO_SPANS, origin: Origin = NOBODY

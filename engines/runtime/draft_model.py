@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,8 @@ class DraftModel:
         self.embedding_length = llama.embedding_length
         # Rises whenever all that the draft context held was given up.
         self.epoch = 0
+        # What it holds, or is to hold, of all sequences.
+        self.holders: list[DraftRows] = []
         # Whether the last draft was held up by feeding much of a sequence first.
         self.fed_backlog = False
         self._llama = llama
@@ -92,6 +94,7 @@ class DraftModel:
         self._cleanup.callback(llama_cpp.llama_free, self._context)
         llama.count_draft_context(self._context)
         self._memory = llama_cpp.llama_get_memory(self._context)
+        self._cells = int(llama_cpp.llama_n_ctx(self._context))
         # Both no more than the context has cells.
         self._batch = DraftBatch(llama_cpp.llama_n_batch(self._context), self.embedding_length)
         # So many rows go along with a draft's first call; of more, all but the last ones are fed in calls before it.
@@ -127,11 +130,14 @@ class DraftModel:
 
     def feed_backlog(self, rows: Sequence[Row]) -> None:
         """Feeds sequences of a step whose hidden rows have piled up, without asking for a draft."""
-        behind = [
-            row.slot for row in rows if (draft := row.slot.sequence.draft) is not None and draft.kept > KEPT_LIMIT
-        ]
-        if behind:
-            self._feed_before(behind)
+        sequences = [row.slot.sequence for row in rows]
+        self._feed((s.draft, s.tokens) for s in sequences if s.draft is not None and s.draft.kept > KEPT_LIMIT)
+
+    def make_shareable(self, rows: DraftRows, tokens: list[int], length: int) -> None:
+        """Feeds a sequence of `tokens` of which another will take over `length`, where there would be no room for both to be fed
+        the same."""
+        if rows.end == len(tokens) and length + sum(holder.end for holder in self.holders) > self._cells:
+            self._feed([(rows, tokens)])
 
     @property
     def native(self) -> Any:
@@ -156,8 +162,10 @@ class DraftModel:
         unfed = [self._unfed(slot) for slot in slots]
         is_too_much = sum(unfed) > self._along_rows
         self.fed_backlog = is_too_much or max(unfed) > DRAFT_ROWS_PER_SEQUENCE
-        if is_too_much and not self._feed_before(slots):
-            return {}
+        if is_too_much:
+            sequences = [slot.sequence for slot in slots]
+            if not self._feed((s.draft, s.tokens) for s in sequences if s.draft is not None):
+                return {}
         tokens = np.empty((count, len(slots)), dtype=np.int32)
         self._batch.clear()
         rows = [self._add_unfed(slot) for slot in slots]
@@ -206,15 +214,13 @@ class DraftModel:
             place = self._batch.add_row(slot.sequence.index, position, token, hidden, output=position == end)
         return place
 
-    def _feed_before(self, slots: list[Slot]) -> bool:
-        """Feeds sequences all that they have but the last token drawn, as many of them in one call as its batch holds: a call
-        of few rows costs a head hardly less than one of many. False when llama.cpp finds no room."""
+    def _feed(self, sequences: Iterable[tuple[DraftRows, list[int]]]) -> bool:
+        """Feeds sequences all their tokens, as many of them in one call as its batch holds: a call of few rows costs a head
+        hardly less than one of many. False when llama.cpp finds no room."""
         self._batch.clear()
         fed: list[tuple[DraftRows, int]] = []
-        for slot in slots:
-            rows, tokens, end = slot.sequence.draft, slot.sequence.tokens, len(slot.sequence)
-            assert rows is not None
-            begin = rows.feed_from()
+        for rows, tokens in sequences:
+            begin, end = rows.feed_from(), len(tokens)
             while begin < end:
                 stop = min(end, begin + self._batch.room)
                 self._batch.add_rows(rows.index, begin, tokens[begin:stop], rows.hidden_before_each(begin, stop))

@@ -130,8 +130,9 @@ class DraftRows:
             self.start = self.fed = self._first = self._count = 0
         self._pieces.clear()
 
-    def share(self, source: DraftRows, length: int) -> None:
-        """Takes over what `source` has of its first `length` positions. This one must be clear."""
+    def share(self, source: DraftRows, length: int, tokens: list[int]) -> None:
+        """Takes over what `source`, which has these tokens, has of its first `length` positions. This one must be clear."""
+        self._model.make_shareable(source, tokens, length)
         source.feed_from()
         self._epoch, self.start, self.fed = source._epoch, source.start, min(source.fed, length)
         if self.fed <= self.start:

@@ -80,6 +80,7 @@ class Speculation:
             sequences = [slot.sequence for slot in cache.slots]
             for sequence in (*sequences, *(checkpoint.sequence for checkpoint in cache.checkpoints)):
                 sequence.draft = DraftRows(sequence.index, self.head)
+                self.head.holders.append(sequence.draft)
         log.info("drafts of up to %d tokens by %s", self.length.longest, "the model's head" if self.head else "lookup")
 
     def warm_up(self, batch: Batch) -> None:
@@ -91,7 +92,7 @@ class Speculation:
         each = 1 + self.length.longest
         shapes += [(rows, 1) if rows <= self._sequences else (rows // each, each) for rows in WARM_UP_ROWS]
         for sequences, rows in shapes:
-            if sequences * rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
+            if 0 < sequences * rows <= min(self._rows, batch.capacity) and time.monotonic() < ends_at:
                 self._time_step(batch, sequences, rows)
         if self.head is not None:
             self._time_drafts(self.head)

@@ -326,3 +326,33 @@ async def test_drafts_are_the_same_however_the_head_is_fed(tiny_model: ModelWrit
             work = await run(core, prompt_of(model, 60), 60, **THREE)
             found.append((work.tokens, *drafts_of(work)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+async def test_a_shared_prefix_takes_room_of_the_head_once(tiny_model: ModelWriter, architecture: str) -> None:
+    """Four streams of one long prompt, in a cache that holds it once: their heads go on from all of it."""
+    model = tiny_model(architecture, tie_free=True, nextn=True)
+    settings = {**FIXED, "slots": 4, "cache_tokens": 520, "context_tokens": 400, "batch_tokens": 512}
+    async with running(model, **settings, micro_batch_tokens=512) as core:
+        assert core.speculation is not None and core.speculation.head is not None
+        prompt = prompt_of(model, 300)
+        await run(core, prompt, 2, cuts=[300], draft_max=0)
+        works = [generation([*prompt, index, 10], 30, **THREE) for index in range(4)]
+        core.submit(*works)
+        for work in works:
+            assert (await finished(work)).error is None
+            assert work.tokens[-30:] == model.follow(10, 30)
+            assert work.cached_tokens >= 299
+        assert sum(work.drafted_tokens for work in works) > 40
+        assert core.speculation.head.epoch == 0
+
+
+async def test_long_drafts_of_few_slots_are_timed_at_the_start(
+    tiny_model: ModelWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", tie_free=True)
+    async with running(model, speculation="lookup", draft_tokens=16, slots=2) as core:
+        assert core.speculation is not None
+        assert not core.speculation.length.steps.knows(0)
+        assert core.loaded.last_position(0) == -1
+    assert "refused in the warm-up" not in caplog.text
