@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ NM_BAD = """00000000000a8c20 T _ZNSt6locale5_Impl16_M_install_cacheEPKNS_5facetE
 NM_GOOD = """0000000000024330 T _Z18rpc_transport_initv
 000000000001a4b0 T _ZN10rpc_server10get_tensorERK22rpc_msg_get_tensor_reqRSt6vectorIhSaIhEE
 """
-needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 
 
 @pytest.fixture
@@ -48,7 +46,6 @@ def run(home: Path, source: Path, *arguments: str) -> tuple[int, list[dict[str, 
     return ended.returncode, [json.loads(line) for line in ended.stdout.splitlines()], ended.stderr
 
 
-@needs_cmake
 def test_a_build_is_made_once_and_found_by_the_head(tmp_path: Path, source: Path) -> None:
     code, told, _ = run(tmp_path, source, "--arch", "cpu")
     assert code == 0
@@ -73,7 +70,6 @@ def test_a_build_is_made_once_and_found_by_the_head(tmp_path: Path, source: Path
     assert len(builds(tmp_path)) == 2
 
 
-@needs_cmake
 def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path: Path, source: Path) -> None:
     (source / "src" / "llama.cpp").write_text("int x = ;\n")
     code, told, _ = run(tmp_path, source, "--arch", "cpu")
@@ -83,7 +79,6 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path: Path
     assert builds(tmp_path) == []
 
 
-@needs_cmake
 def test_a_library_that_cannot_be_loaded_is_no_build(tmp_path: Path, source: Path) -> None:
     (source / "src" / "llama.cpp").write_text(
         'extern "C" int nowhere(); extern "C" int llama_answer() { return nowhere(); }'

@@ -131,11 +131,11 @@ def test_a_full_disk_is_one_line(new_home: Home, start_supervisor: Start) -> Non
         subprocess.run(["umount", str(new_home.root)], check=True)
 
 
-def test_the_first_password_is_shown_once(home: Home, start_supervisor: Start) -> None:
-    told = json.dumps({"admin_created": True, "admin_password": "four-words", "api_keys": 0})
-    supervisor = start_supervisor(STAND_IN_BOOTSTRAP=told)
+def test_the_first_password_and_what_a_start_notes_are_shown_once(home: Home, start_supervisor: Start) -> None:
+    told = {"admin_created": True, "admin_password": "four-words", "api_keys": 0, "notes": ["a build", "another"]}
+    supervisor = start_supervisor(STAND_IN_BOOTSTRAP=json.dumps(told))
     supervisor.wait_until_ready()
-    assert supervisor.said().count("four-words") == 1
+    assert [supervisor.said().count(words) for words in ("four-words", "a build", "another")] == [1, 1, 1]
     assert supervisor.interrupt() == 0
     assert_nothing_is_left(home)
 
