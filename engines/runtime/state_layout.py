@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,14 +230,15 @@ class StateLayout:
         self._check_header(block, self.block_bytes(len(tokens)))
         end = HEADER_BYTES + self.attention.section_bytes(len(tokens))
         cells = self.attention.check(block[HEADER_BYTES:end], len(tokens))
-        wanted = np.arange(start, start + len(tokens))
         # Cells mostly stand in order; only what a fragmented cache gave does not.
-        if not (np.array_equal(cells["pos"], wanted) or np.array_equal(np.sort(cells["pos"]), wanted)):
+        positions = cells["pos"] - np.int32(start)
+        in_order = np.array_equal(positions, _counted(len(tokens)))
+        if not in_order and not np.array_equal(np.sort(positions), _counted(len(tokens))):
             raise StateInvalid(f"The block's positions are not {start} to {start + len(tokens) - 1}.")
-        if self.attention.wide_cells and not np.array_equal(
-            cells["token"], np.asarray(tokens, dtype=np.int32)[cells["pos"] - start]
-        ):
-            raise StateInvalid("The block was computed from other tokens than its manifest says.")
+        if self.attention.wide_cells:
+            told = np.asarray(tokens, dtype=np.int32)
+            if not np.array_equal(cells["token"], told if in_order else told[positions]):
+                raise StateInvalid("The block was computed from other tokens than its manifest says.")
         if block[end:].tobytes() != self.block_tail:
             raise StateIncompatible("The block ends in other sections than this engine's.")
 
@@ -282,6 +283,14 @@ class StateLayout:
         block = exported[: end + len(self.block_tail)]
         block[end:] = np.frombuffer(self.block_tail, dtype=np.uint8)
         return block
+
+
+@lru_cache(maxsize=8)
+def _counted(count: int) -> NDArray[np.int32]:
+    """0 to count - 1; most blocks of a state have as many cells."""
+    counted = np.arange(count, dtype=np.int32)
+    counted.flags.writeable = False
+    return counted
 
 
 def _read(form: str, data: Bytes, at: int = 0) -> tuple[int, ...]:
