@@ -339,9 +339,9 @@ class EngineCore(threading.Thread):
         self._admission.begin_moved(slot, generation)
         self._first_steps.expect(generation)
 
-    def end_moved(self, generation: Generation) -> None:
-        """Ends a generation that goes on elsewhere; it must stand in no slot any more."""
-        self._outbox.end(generation, reason="moved")
+    def end_moved(self, generation: Generation, *, is_told: bool) -> None:
+        """Ends a generation that goes on elsewhere; it must stand in no slot any more. `is_told`: its reader knows."""
+        self._outbox.end(generation, reason="moved", is_told=is_told)
         self._outbox.send()
 
     # --- ends -----------------------------------------------------------------------------------

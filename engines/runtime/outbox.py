@@ -55,16 +55,20 @@ class Outbox:
         reason: str | None = None,
         *,
         error: EngineError | None = None,
+        is_told: bool = False,
     ) -> None:
-        """The one exit of every generation: frees its sampler, counts it, and posts its last piece unless it cancelled."""
+        """The one exit of every generation: frees its sampler, counts it, and posts its last piece unless it was cancelled, or
+        its reader `is_told` of its end already."""
         self.write()
         if generation.sampler:
             generation.sampler.close()
         stats = generation.stats(time.monotonic())
-        self._metrics.ended("cancelled" if generation.cancelled else error.code if error else str(reason), stats)
+        # Who was told may have left since then.
+        is_cancelled = generation.cancelled and not is_told
+        self._metrics.ended("cancelled" if is_cancelled else error.code if error else str(reason), stats)
         if reason is not None and reason != "moved":
             generation.outcome = reason, stats
-        if not generation.cancelled:
+        if not (generation.cancelled or is_told):
             text, logprobs, ids = released.text, released.logprobs, generation.unposted()
             self.post(generation, Piece(generation.choice, text, logprobs, None, reason, error, stats, ids))
 

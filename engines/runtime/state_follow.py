@@ -73,7 +73,7 @@ class Leaving:
     target is known to go on with it."""
 
     def __init__(self, core: EngineCore, terms: SharingTerms, generation: Generation, fence: int) -> None:
-        self.is_there = False
+        self.is_there = self._is_told = False
         # Made at the stop.
         self.marks: Marks | None = None
         # Blocks that the other engine has: it held them, or they left before the stop.
@@ -326,7 +326,16 @@ class Leaving:
         tokens, origin = slot.sequence.tokens, slot.sequence.origin
         slot.sequence.clear()
         forget_moved(cache, tokens, origin)
-        self._core.end_moved(self.generation)
+        self._core.end_moved(self.generation, is_told=self._is_told)
+
+    def tell_moved(self) -> None:
+        """Whoever reads the answer here hears at once that it goes on elsewhere, and reads on there: the core's thread may have
+        others' steps to take before it comes to free the slot. On the event loop, of a generation that stands in none."""
+        if not self._is_told:
+            self._is_told, generation = True, self.generation
+            stats = generation.stats(time.monotonic())
+            ids = generation.unposted()
+            generation.mailbox.put(Piece(generation.choice, finish_reason="moved", stats=stats, token_ids=ids))
 
     def require_stopped(self) -> None:
         """Raises StateError."""
@@ -347,7 +356,7 @@ class Leaving:
         self._departure = None
         generation, stats = self.generation, self.generation.stats(time.monotonic())
         if self.is_there:
-            generation.mailbox.put(Piece(generation.choice, finish_reason="moved", stats=stats))
+            self.tell_moved()
         else:
             generation.mailbox.put(Piece(generation.choice, error=error, stats=stats))
 

@@ -41,7 +41,8 @@ def rehearsed(
     places = [len(sequence.cells) for sequence in sequences]
     if cache.busy or llama.forgets_window or not sequences or not all(places):
         return False
-    if cache.ledger.free < len(sequences) * rows * calls:
+    # More rows than a batch holds would end the process.
+    if len(sequences) * rows > llama.batch_tokens or len(sequences) * rows * calls > cache.ledger.free:
         return False
     before = [llama.state_bytes(sequence.index) for sequence in sequences]
     batch, status = Batch(len(sequences) * rows), 0

@@ -78,6 +78,9 @@ async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
         for one in leavings:
             yield from one.ended(cache)
 
+    for one in leavings:
+        if one.is_there:
+            one.tell_moved()
     try:
         await leavings[0].terms.dock.perform(ended)
     except EngineStopping as error:

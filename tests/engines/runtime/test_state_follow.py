@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -326,3 +327,38 @@ async def test_a_move_that_is_given_up_leaves_its_slot_to_whoever_has_it_then(
             assert [(slot.awaited_cells, slot.transfer) for slot in away.cache.slots] == [(0, "")] * len(
                 away.cache.slots
             )
+
+
+async def test_a_reader_hears_of_the_move_before_the_core_has_time_to_free_the_slot(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
+) -> None:
+    model, held, free = tiny_model("llama"), threading.Event(), threading.Event()
+
+    def hold(_cache: PrefixCache) -> Generator[None, None, None]:
+        yield from ()
+        held.set()
+        assert free.wait(60)
+
+    async with desk_of(model, **SETTINGS) as (home, desk):
+        work, terms = endless(home, model), await desk.terms()
+        slow.enter_context(slow_steps())
+        await begun(home, work, 110)
+        async with Leaving(home, terms, work, FENCE) as leaving:
+            await stopped(leaving)
+            await work.mailbox.take(0.01)
+            leaving.is_there = True
+            holding = asyncio.ensure_future(home.perform(hold))
+            assert await asyncio.to_thread(held.wait, 60)
+            committing = asyncio.create_task(commit_together([leaving], FENCE))
+            told = await work.mailbox.take(60)
+            assert [piece.finish_reason for piece in told] == ["moved"]
+            assert not committing.done()
+            # Its reader has left by then, as a client's does that is gone.
+            home.cancel(work)
+            free.set()
+            await committing
+            await holding
+        assert not await work.mailbox.take(0.01)
+        assert all(slot.idle and not len(slot.sequence) for slot in home.cache.slots)
+        labels = {"outcome": "moved"}
+        assert home.metrics.registry.get_sample_value("hydra_engine_requests_total", labels) == 1

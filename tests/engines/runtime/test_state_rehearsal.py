@@ -15,6 +15,7 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.sampler import SamplingParams
 from engines.runtime.state_adopt import Adopting, adopting
 from engines.runtime.state_follow import Leaving
+from engines.runtime.state_rehearsal import rehearsed
 from engines.runtime.state_together import commit_together, rehearse_together
 from tests.engines.runtime.test_core import finished, generation, prompt_of
 from tests.engines.runtime.test_state_desk import desk_of
@@ -77,6 +78,15 @@ async def states(core: EngineCore) -> list[bytes]:
         return [core.loaded.export_state(one.index).tobytes() for one in sequences]
 
     return list(await core.perform(look))
+
+
+async def tried(core: EngineCore, slot_id: int, rows: int) -> bool:
+    def work(cache: PrefixCache) -> Any:
+        yield from ()
+        assert core.codec is not None
+        return rehearsed(cache, core.codec, core.loaded, [cache.slots[slot_id]], 0, rows, 1)
+
+    return bool(await core.perform(work))
 
 
 async def sent(leaving: Leaving, arriving: Adopting, work: Work) -> None:
@@ -164,6 +174,8 @@ async def test_a_move_that_fails_behind_its_try_leaves_the_target_as_it_was(
                 ):
                     await sent(leaving, arriving, work)
                     await rehearse_together([arriving], 1)
+                    # A step larger than any batch would end the process.
+                    assert not await tried(away, arriving.slot_id, away.loaded.batch_tokens + 1)
                     if gets_rest:
                         await rest_of(leaving, arriving, await stopped(leaving))
                     raise ConnectionError
