@@ -32,12 +32,12 @@ CHANGE_GAIN = 0.2
 # shape: several as drafts stop or nothing is known, more of them as long as good luck would make drafts pay. Later one as soon as
 # so many steps have gone by, and so long a rest that looks take no more than their share of it; and further ones at once while
 # they are luckier than was to be expected, and would pay if that were no luck. The share is the larger the more there is to be
-# won: so much of it for twice the speed, between bounds; and it falls with every look that leads to nothing, to a part of it,
-# until drafts pay again. None where even right drafts lose.
+# won: so much for twice the speed, between bounds. What is taken of it falls with every look that leads to nothing, from the one
+# part to the other, until drafts pay again. None where even right drafts lose.
 LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 48
 LOOK_STEPS, MOST_LUCKY_STEPS = 16, 8
 LOOK_SHARE, LOOK_SHARES = 0.005, (0.002, 0.005)
-LOOK_FALL, LEAST_LOOKS = 0.8, 0.6
+LOOK_FALL, LOOK_PARTS = 0.8, (0.6, 1.6)
 LUCK_DEVIATIONS = 1.0
 # Another length must promise this much more, or the choice would flicker between equals; and where the steps' shape changes
 # only for it, win back what the change costs within the tokens that are still to be expected: as many as were made, between
@@ -123,7 +123,7 @@ class DraftLength:
         # what the last look took, and all looks in a row.
         self._idle = 0
         self._look_after = LOOK_STEPS
-        self._look_share, self._look_fall = LOOK_SHARES[-1], 1.0
+        self._look_share, self._look_part = LOOK_SHARES[-1], LOOK_PARTS[-1]
         self._look_s = self._looks_s = 0.0
         # Whether the last decision was for drafts.
         self._stopped = False
@@ -201,7 +201,7 @@ class DraftLength:
         self.gain = speeds[best] / speeds[0]
         if best:
             self._idle, self._looking, self._look_trials, self._stopped = 0, 0, 0, True
-            self._looks_s, self._look_fall = 0.0, 1.0
+            self._looks_s, self._look_part = 0.0, LOOK_PARTS[-1]
         elif not self._looking:
             self._plan_look(rates, hopes[0])
             self._plan_rest(count)
@@ -229,7 +229,7 @@ class DraftLength:
     def _plan_rest(self, count: int) -> None:
         """How many steps of `count` sequences go by before the next look, if no drafts come before."""
         looks_s = max(self._looks_s, self._look_s, self.drafting.seconds(count, 1))
-        steps_s = self._look_fall * self._look_share * max(self.steps.seconds(count), 1e-9)
+        steps_s = self._look_part * self._look_share * max(self.steps.seconds(count), 1e-9)
         self._look_after = max(LOOK_STEPS, math.ceil(looks_s / steps_s))
 
     def _is_time_to_look(self) -> bool:
@@ -237,7 +237,7 @@ class DraftLength:
             return False
         self._seen = self._right = 0
         self._expected = self._variance = self._looks_s = 0.0
-        self._look_fall = max(LEAST_LOOKS, LOOK_FALL * self._look_fall)
+        self._look_part = max(LOOK_PARTS[0], LOOK_FALL * self._look_part)
         return True
 
     def _is_lucky(self) -> bool:
