@@ -39,8 +39,9 @@ class RatesEndpoint:
 
     async def rates(self, _request: web.Request) -> web.Response:
         self._preparation.llama  # noqa: B018 -- a model that is being loaded has no speed yet
-        # What an engine without a store holds can be shared with nobody, so its file is not read for a digest.
-        kv_group = self._desk.known_fingerprint() if self._preparation.config.store_port else ""
+        config = self._preparation.config
+        # What an engine holds that has neither a store nor peers can be shared with nobody: its file is not read for a digest.
+        kv_group = self._desk.known_fingerprint() if config.store_port or config.rpc_port else ""
         parking = self._preparation.parking
         restores = parking.rates.restore_bytes_per_s if kv_group and parking is not None else 0.0
         links = parking.rates.links if kv_group and parking is not None else {}

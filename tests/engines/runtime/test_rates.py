@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from engines.rates_view import EngineRates
 from engines.runtime.generation import Generation, Mailbox
 from engines.runtime.rates import PrefillRate, Rates, StepRate, StepWork, pairs_of
 from engines.runtime.sampler import SamplingParams
-from tests.engine_process import EngineProcess
+from tests.engine_process import EngineProcess, free_port
 from tests.synthetic_gguf import SyntheticModel
 
 
@@ -124,6 +125,22 @@ def test_an_engine_tells_its_rates_and_forgets_a_session(
             post("/v1/chat/completions", {**chat, "max_tokens": 500}, X_Hydra_Budget_S="0.001")
         with pytest.raises(urllib.error.HTTPError, match="400"):
             post("/sessions/forget", {"session": ""})
+
+
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_an_engine_without_a_store_tells_its_peers_whose_states_fit(
+    tiny_model: Callable[..., SyntheticModel], tmp_path: Path, *, has_peers: bool
+) -> None:
+    """Requests are split between engines whose groups are one; where nobody can take a state the file is not read for it."""
+    ports = {"rpc_port": free_port()} if has_peers else {}
+    with EngineProcess(tmp_path, tiny_model("llama").path, **ports) as engine:
+        told = engine.get("/rates")
+        deadline = time.monotonic() + 60
+        while has_peers and not told["kv_group"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            told = engine.get("/rates")
+    assert (told["streams_kv"], bool(told["kv_group"])) == (has_peers, has_peers)
 
 
 @pytest.mark.parametrize(
