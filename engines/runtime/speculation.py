@@ -204,7 +204,7 @@ class Speculation:
     def stepped(self, rows: Sequence[Row], seconds: float) -> None:
         """A step took so long by `clock`; feeds what has piled up for the head meanwhile."""
         if self._is_single:
-            self.length.stepped(len(rows), len(rows), seconds, None)
+            self.length.stepped(len(rows), len(rows), seconds, self._drafting_s)
         elif all(row.draws and row.count == 1 + len(row.draft) for row in rows):
             self.length.stepped(len(rows), sum(row.count for row in rows), seconds, self._drafting_s)
         else:
