@@ -106,6 +106,8 @@ async def received(
                 await asyncio.wait((entering,))
             if not entering.cancelled():
                 entering.exception()  # looked at: an earlier one is raised already
+        # A future that was done already was not waited for: what is called at its end, which frees a piece, comes next.
+        await asyncio.sleep(0)
 
 
 def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache) -> None:
