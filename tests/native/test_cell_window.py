@@ -22,8 +22,9 @@ pytestmark = [
 ]
 
 
-def logits(model: Path, out: Path, **environment: str) -> np.ndarray:
-    command = [sys.executable, "-m", "tests.native.logits_of", str(model), str(out)]
+def logits(model: Path, out: Path, program: str = "logits_of", **environment: str) -> np.ndarray:
+    """What a program of this folder computes with the wheel's library, or with the one that `environment` names."""
+    command = [sys.executable, "-m", f"tests.native.{program}", str(model), str(out)]
     others = {name: value for name, value in os.environ.items() if name != "LLAMA_CPP_LIB_PATH"}
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, env={**others, **environment})
     rows: np.ndarray = np.load(out)

@@ -124,6 +124,7 @@ async def test_an_engine_is_full_when_as_many_run_as_it_has_slots(
                     assert await work.mailbox.take(60)
                     assert await status() == 503
                     core.cancel(work)
-                while await status() == 503:
-                    pass
+                async with asyncio.timeout(60):
+                    while await status() == 503:
+                        pass
         preparation.close()
