@@ -217,15 +217,16 @@ async def test_choices_that_have_ended_are_counted_where_the_others_go_on(
 ) -> None:
     home, away = pair("llama")
     # The longer prompt leaves room for less of an answer.
-    request = {"prompt": ["A river. " * 420, "A stone. " * 20], "max_tokens": 2000, "temperature": 0, "ignore_eos": True,
+    request = {"prompt": ["A river. " * 500, "A stone. " * 20], "max_tokens": 2000, "temperature": 0, "ignore_eos": True,
                "stream": True, "stream_options": {"include_usage": True}, "logprobs": 1}  # fmt: skip
     path = "/v1/completions"
     moving = Follower(web, session, request, "e", path)
-    reading = asyncio.ensure_future(moving.read(home, {1: away}))
-    async with asyncio.timeout(30):
-        while not moving.finish_reasons:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-    await asked_to_move(session, home, away, 1)
+    with home.slowed():
+        reading = asyncio.ensure_future(moving.read(home, {1: away}))
+        async with asyncio.timeout(60):
+            while not moving.finish_reasons:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await asked_to_move(session, home, away, 1)
     await reading
     alone = await stayed(web, home, request, path)
     assert moving.moves
