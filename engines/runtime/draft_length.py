@@ -19,7 +19,7 @@ CONTRADICTION, LATEST_CONTRADICTION = 3.0, 3.0
 # As many imagined trials stand for what is known of the engine's other generations, once it has seen some; of a new engine for
 # what heads mostly reach.
 PRIOR_TRIALS = 16.0
-PRIOR_ACCEPTANCE = 0.66
+PRIOR_ACCEPTANCE = 0.62
 ENGINE_PRIOR_TRIALS = 2.0
 # A choice is looked at again after so few steps, and after twice as many each time it stays, up to so many; in a rest from drafts
 # up to more, since nothing but a look tells anything new then, and each is followed by a decision.
@@ -34,7 +34,7 @@ CHANGE_GAIN = 0.2
 # they are luckier than was to be expected, and would pay if that were no luck. The share is the larger the more there is to be
 # won: so much for twice the speed, between bounds. What is taken of it falls with every look that leads to nothing, from the one
 # part to the other, until drafts pay again. None where even right drafts lose.
-LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 48
+LOOK_TRIALS, MOST_LOOK_TRIALS = 4, 24
 LOOK_STEPS, MOST_LUCKY_STEPS = 16, 8
 LOOK_SHARE, LOOK_SHARES = 0.005, (0.002, 0.005)
 LOOK_FALL, LOOK_PARTS = 0.8, (0.6, 1.6)
