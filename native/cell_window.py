@@ -18,7 +18,7 @@ _CACHE = "src/llama-kv-cache.cpp"
 _CACHE_HEADER = "src/llama-kv-cache.h"
 _GRAPH = "src/llama-graph.cpp"
 
-# Where a sequence's cells lie. seq_pos_inc and seq_pos_dec keep it (native/changes.py, which changes them anyway).
+# Where a sequence's cells lie. seq_pos_inc and seq_pos_dec keep it (native/state_cells.py, which changes them anyway).
 _BOUNDS = (
     Change(_CELLS, "#include <bitset>\n", "#include <algorithm>\n#include <array>\n#include <bitset>\n"),
     Change(
@@ -61,7 +61,7 @@ _BOUNDS = (
         _CELLS,
         """    std::set<std::pair<llama_pos, uint32_t>> seq_pos[LLAMA_MAX_SEQ];
 """,
-        """    std::set<std::pair<llama_pos, uint32_t>> seq_pos[LLAMA_MAX_SEQ];
+        """    llama_kv_row seq_pos[LLAMA_MAX_SEQ];
 
     std::array<bounds, LLAMA_MAX_SEQ> seq_bounds;
 """,

@@ -2,14 +2,16 @@
 
 llama.cpp writes whole sequences and reads them in place of what the sequence held. Ranges therefore pass through a scratch
 sequence that is made to share the cells and then emptied: for each cell two changes of ordered trees on the way out and four on
-the way in, and three walks over all cells of the cache for each block. With these changes a range is looked up in its sequence's
-tree, which stays as it is, and appended cells enter two trees, once. The bytes are those of the scratch way but for the
+the way in, and three walks over all cells of the cache for each block. With these changes a range is looked up among the cells
+of its sequence, which stay as they are, and appended ones join them once. The bytes are those of the scratch way but for the
 sequence's number, and cells are chosen as before.
 
-Two functions are added, whose names tell a library that has them: llama_state_seq_get_range and llama_state_seq_append. What is
-asked of a memory travels with the reader or writer of the state (llama-io.h), so that every kind of memory passes it on. Neither
-has part in recurrent state: as with a scratch sequence that shares none, a range is written without, and what is appended must
-hold none.
+Three functions are added, whose names tell a library that has them: llama_state_seq_get_range, llama_state_seq_append, and
+llama_state_seq_wipe, which empties a sequence whose state turned out to be damaged once it was in: rows that no sequence holds
+are read all the same, behind a mask or as the state before a first token, and what is no number stays none times zero. What is
+asked of a memory travels with the reader or writer of the state (llama-io.h), so that every kind of memory passes it on. The
+first two have no part in recurrent state: as with a scratch sequence that shares none, a range is written without, and what is
+appended must hold none.
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ public:
     // behind what the sequence holds, not in its place; recurrent state stays
     bool append = false;
 
+    // nothing is read: what no other sequence holds becomes zeros, and the sequence empty
+    bool wipe = false;
+
 """,
     ),
 )
@@ -77,6 +82,7 @@ static uint32_t state_range_cells(
     const llama_pos pos_max = std::prev(end)->first;
 
     std::vector<uint32_t> idxs;
+    idxs.reserve(end - begin);
     for (auto it = begin; it != end; ++it) {
         if (!llama_hparams::is_masked_swa(n_swa, swa_type, it->first, pos_max)) {
             idxs.push_back(it->second);
@@ -128,16 +134,25 @@ void llama_kv_cache::state_write(llama_io_write_i & io, llama_seq_id seq_id, lla
 
     if (io.range.on) {
         // the same records of one sequence's cells, in one piece
-        std::vector<int32_t> records;
+        static_assert(sizeof(llama_kv_cell_ext) == 3*sizeof(int32_t), "what follows writes three numbers");
+
+        size_t n_cells = 0;
+        for (const auto & range : cr.data) {
+            n_cells += range.second - range.first;
+        }
+
+        std::vector<int32_t> records(n_cells*(has_cell_ext() ? 6 : 3));
+        int32_t * record = records.data();
+
         for (const auto & range : cr.data) {
             for (uint32_t i = range.first; i < range.second; ++i) {
-                records.insert(records.end(), { cells.pos_get(i), 1 });
+                *record++ = cells.pos_get(i);
+                *record++ = 1;
                 if (has_cell_ext()) {
-                    const llama_kv_cell_ext ext = cells.ext_get(i);
-                    static_assert(sizeof(ext) == 3*sizeof(int32_t), "what follows writes three numbers");
-                    records.insert(records.end(), { ext.x, ext.y, ext.tok });
+                    memcpy(record, &cells.ext_get(i), sizeof(llama_kv_cell_ext));
+                    record += 3;
                 }
-                records.push_back(seq_id);
+                *record++ = seq_id;
             }
         }
         io.write(records.data(), records.size()*sizeof(int32_t));
@@ -159,6 +174,45 @@ void llama_kv_cache::state_write(llama_io_write_i & io, llama_seq_id seq_id, lla
         """        if (!io.range.on && ((seq_id == -1 && !cell.is_empty()) || cell.has_seq_id(seq_id))) {
             ++cell_count;
             uint32_t rs_idx_cur = 0;
+""",
+    ),
+)
+
+_WIPED = (
+    Change(
+        _CACHE,
+        """    if (sinfos_out) {
+        sinfos_out->assign(n_stream, slot_info{});
+    }
+""",
+        """    if (io.wipe) {
+        state_clear(seq_id);
+        return;
+    }
+
+    if (sinfos_out) {
+        sinfos_out->assign(n_stream, slot_info{});
+    }
+""",
+    ),
+    Change(
+        _RECURRENT,
+        """    GGML_UNUSED(flags);
+
+    uint32_t cell_count;
+    io.read(&cell_count, sizeof(cell_count));
+""",
+        """    GGML_UNUSED(flags);
+
+    if (io.wipe) {
+        const int32_t tail = cells[seq_id].tail;
+        const bool    own  = tail >= 0 && cells[tail].seq_id.size() == 1;
+        state_clear(seq_id, own ? tail : 0, own ? 1 : 0);
+        return;
+    }
+
+    uint32_t cell_count;
+    io.read(&cell_count, sizeof(cell_count));
 """,
     ),
 )
@@ -231,6 +285,7 @@ _CALLS = (
     size_t state_seq_get_range(
             llama_seq_id seq_id, llama_pos p0, llama_pos p1, uint8_t * dst, size_t size, llama_state_seq_flags flags);
     size_t state_seq_append(llama_seq_id seq_id, const uint8_t * src, size_t size, llama_state_seq_flags flags);
+    bool   state_seq_wipe(llama_seq_id seq_id);
 """,
     ),
     Change(
@@ -285,6 +340,24 @@ size_t llama_context::state_seq_append(
     }
 }
 
+bool llama_context::state_seq_wipe(llama_seq_id seq_id) {
+    if (seq_id < 0 || (uint32_t) seq_id >= cparams.n_seq_max) {
+        LLAMA_LOG_ERROR("%s: no such sequence\\n", __func__);
+        return false;
+    }
+
+    llama_io_read_host io(nullptr, 0);
+    io.wipe = true;
+
+    try {
+        state_seq_read_data(io, seq_id, 0);
+        return true;
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: error wiping state: %s\\n", __func__, err.what());
+        return false;
+    }
+}
+
 bool llama_context::state_load_file(""",
     ),
     Change(
@@ -318,8 +391,17 @@ size_t llama_state_seq_append(
     return ctx->state_seq_append(seq_id, src, size, flags);
 }
 
+extern "C" LLAMA_API bool llama_state_seq_wipe(llama_context * ctx, llama_seq_id seq_id);
+
+// empties the sequence; what no other one holds of it is zeros then, so that nothing can read it where it lay
+bool llama_state_seq_wipe(llama_context * ctx, llama_seq_id seq_id) {
+    ctx->synchronize();
+
+    return ctx->state_seq_wipe(seq_id);
+}
+
 size_t llama_state_seq_save_file(""",
     ),
 )
 
-STATE_RANGES = _ASKED + _OUT + _IN + _CALLS
+STATE_RANGES = _ASKED + _OUT + _WIPED + _IN + _CALLS
