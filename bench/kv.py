@@ -255,7 +255,7 @@ async def _round(case: Case, pair: Pair, other: OtherProcess, *, look: bool = Fa
         export_s = await _exported(state, other, pair.prove, reread=False)
         reread_s = await _exported(state, other, pair.prove, reread=True)
         pieces = state.pieces(pair.prove)
-        import_s, import_copy_s = await _imported(state.manifest, pieces, pair.shelf, other, look=look)
+        import_s, import_copy_s = await _imported(case, state.manifest, pieces, pair.shelf, other, look=look)
     return Round(export_s, reread_s, import_s, copy_s, import_copy_s)
 
 
@@ -264,7 +264,8 @@ async def _traced_round(case: Case, pair: Pair, other: OtherProcess) -> list[dic
     async with await pair.desk.export(0, block_tokens=case.block_tokens) as state:
         with Trace().watching(pair.core.codec) as out:
             out_s = await _exported(state, other, out.proof(pair.prove), reread=False, trace=out)
-        answer = await _taken_in(state.manifest, state.pieces(pair.prove), pair.shelf, other, look=False, trace=True)
+        pieces = state.pieces(pair.prove)
+        answer = await _taken_in(case, state.manifest, pieces, pair.shelf, other, look=False, trace=True)
     into = Trace(Span(**span) for span in answer["spans"])
     count = len(state.manifest.pieces)
     return [
@@ -296,13 +297,20 @@ async def _exported(
 
 
 async def _imported(
-    manifest: Manifest, pieces: AsyncIterator[ExportedPiece], shelf: Arena, other: OtherProcess, *, look: bool
+    case: Case,
+    manifest: Manifest,
+    pieces: AsyncIterator[ExportedPiece],
+    shelf: Arena,
+    other: OtherProcess,
+    *,
+    look: bool,
 ) -> tuple[float, float]:
-    answer = await _taken_in(manifest, pieces, shelf, other, look=look)
+    answer = await _taken_in(case, manifest, pieces, shelf, other, look=look)
     return float(answer["import_s"]), float(answer["copy_s"])
 
 
 async def _taken_in(
+    case: Case,
     manifest: Manifest,
     pieces: AsyncIterator[ExportedPiece],
     shelf: Arena,
@@ -324,6 +332,7 @@ async def _taken_in(
         "path": str(shelf.path),
         "look": look,
         "trace": trace,
+        "block_tokens": case.block_tokens,
         "manifest": manifest.to_json().decode(),
         "places": [(place.offset, place.data.nbytes, proof) for place, proof in zip(places, proofs, strict=True)],
     }

@@ -91,14 +91,15 @@ async def take_in(
         began = time.perf_counter()
         await desk.enter(0, manifest, SharedPieces(shelf.memory, order["places"], noted))
         import_s = time.perf_counter() - began
-    same = not order["look"] or await _is_there(desk, manifest, [proof for _, _, proof in order["places"]], prove)
+    proofs = [proof for _, _, proof in order["places"]]
+    same = not order["look"] or await _is_there(desk, manifest, proofs, prove, order["block_tokens"])
     return {"import_s": import_s, "copy_s": copy_s, "same": same, "spans": trace.told()}
 
 
-async def _is_there(desk: StateDesk, manifest: Manifest, proofs: list[str], prove: Proof) -> bool:
+async def _is_there(desk: StateDesk, manifest: Manifest, proofs: list[str], prove: Proof, block_tokens: int) -> bool:
     """Whether every block that came in goes out again as the same bytes."""
     blocks = [piece for piece in manifest.pieces if piece.kind == "block"]
-    async with await desk.export(0, block_tokens=blocks[0].tokens) as state:
+    async with await desk.export(0, block_tokens=block_tokens) as state:
         found = []
         async for exported in state.pieces(prove):
             exported.buffer.free()

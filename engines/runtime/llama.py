@@ -368,6 +368,12 @@ class Llama:
         call = _seq_rm if tokens <= KEEPING_TOKENS else llama_cpp.llama_memory_seq_rm
         call(self.memory, seq, -1, -1)
 
+    def wipe(self, seq: int) -> None:
+        """`clear`; by our own builds what only `seq` held is zeros then, for llama.cpp also reads rows that nobody holds."""
+        if state_ranges.HAS_WIPE:
+            state_ranges.wipe(self.context, seq)
+        self.clear(seq)
+
     def first_position(self, seq: int) -> int:
         """The lowest position still held in every layer, -1 when empty; above 0 behind a sliding window."""
         return int(llama_cpp.llama_memory_seq_pos_min(self.memory, seq))

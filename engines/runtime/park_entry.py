@@ -235,7 +235,7 @@ class StoreEntry:
             await received(self._terms.dock, arrival, found.pieces, PlacePieces(client, held, found, self._terms.dock))
 
     def _finish(self, generation: Generation, arrival: Arrival, _cache: PrefixCache) -> Generator[None, None, None]:
-        yield from arrival.finish()
+        yield from arrival.finish(self._terms.dock.codec)
         arrival.slot.sequence.origin = generation.origin
         self._core.landing.landed(generation)
 

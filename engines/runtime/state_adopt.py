@@ -167,6 +167,7 @@ class Adopting:
         piece enters meanwhile; nothing goes on with it before it is proved."""
         proof: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._unproved.append(proof)
+        self.arrival.is_doubtful = True
         self._pieces.append(delivery.piece)
         check, enter = self._entry(delivery)
         entering = self._lane.submit(enter, first=check, quick=True)

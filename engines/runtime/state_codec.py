@@ -22,7 +22,7 @@ from engines.runtime.llama import Batch, Llama
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_draft import DraftCodec, probed_drafts
 from engines.runtime.state_layout import Bytes, LayoutUnknown, StateLayout, Tokens
-from engines.runtime.state_ranges import HAS_RANGES
+from engines.runtime.state_ranges import HAS_RANGES, HAS_WIPE
 
 log = logging.getLogger("hydra.engine.state")
 
@@ -202,8 +202,16 @@ class StateCodec:
             self.abandon(sequence)
             raise StateError("What was computed for a try could not be dropped.")
 
-    def abandon(self, sequence: Sequence) -> None:
-        """Empties the sequence and the scratch ones, and looks whether they are: a failed import may leave half a state."""
+    @property
+    def wipes(self) -> bool:
+        """Whether a state that turns out to be damaged once it is in leaves nothing behind (`abandon`)."""
+        return HAS_WIPE
+
+    def abandon(self, sequence: Sequence, *, doubtful: bool = False) -> None:
+        """Empties the sequence and the scratch ones, and looks whether they are: a failed import may leave half a state.
+        `doubtful`: some of it was not proved to be what it should be, and might be no numbers."""
+        if doubtful:
+            self._llama.wipe(sequence.index)
         sequence.clear()
         for used in (sequence, *self._cache.scratch):
             self._llama.clear(used.index)

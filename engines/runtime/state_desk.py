@@ -45,8 +45,8 @@ from engines.runtime.state_import import PieceSource, StreamPieces, WholePieces,
 from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_metrics import StateMetrics
 from engines.runtime.state_order import require_order
-from engines.runtime.state_sizes import kept_block_tokens, moved_block_tokens
-from engines.runtime.state_snapshot import Manifest
+from engines.runtime.state_sizes import kept_block_tokens, last_block_tokens, moved_block_tokens
+from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, SlotLook
 from engines.runtime.state_whole import WholeState, read_v2
@@ -265,9 +265,12 @@ class StateDesk:
         layout = self._codec().layout
         if not block_tokens and look.others_run:
             block_tokens = kept_block_tokens(self._config, layout)
+        last_tokens = 0 if block_tokens else last_block_tokens(self._config, layout)
         block_tokens = block_tokens or moved_block_tokens(self._config, layout, len(look.tokens))
         ours, drafts = form == "stream", self._codec().drafts if form == "stream" else None
-        pieces = planned(look, layout, block_tokens, checkpoints=ours, drafts=drafts) if look.tokens else ()
+        pieces: tuple[StatePiece, ...] = ()
+        if look.tokens:
+            pieces = planned(look, layout, block_tokens, checkpoints=ours, last_tokens=last_tokens, drafts=drafts)
         sha256 = self._identity.model_sha256
         digest = sha256 or NO_DIGEST
         fingerprint = self._identity.fingerprint(layout, digest).text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,13 +55,12 @@ class Dock:
         """`paired`: another engine of this machine takes the pieces in meanwhile, or gives them."""
         return Lane(self._core, self.codec, self._provers, proves_apart=self._proves_apart, tells_each=paired)
 
-    def has_room(self, under_way: Iterable[int], size_bytes: int, *, coming_in: bool = False) -> bool:
-        """Whether a transfer may have one more piece of `size_bytes` under way beside pieces of these sizes."""
-        sizes = list(under_way)
+    def has_room(self, under_way: int, size_bytes: int, *, coming_in: bool = False) -> bool:
+        """Whether a transfer may have one more piece under way beside so many, together of `size_bytes`."""
         # What waits to be proved by the core's thread need not be in any cache yet.
         many = self.codec.queues or (coming_in and not self._proves_apart)
         least = LEAST_QUEUED_PIECES if many else LEAST_PIECES
-        return len(sizes) < least or sum(sizes) + size_bytes <= WINDOW_BYTES
+        return under_way < least or size_bytes <= WINDOW_BYTES
 
     async def perform(self, work: Work[T]) -> T:
         """Runs an errand to its end, also when the caller is cancelled meanwhile."""

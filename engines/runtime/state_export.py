@@ -19,6 +19,7 @@ from engines.runtime.state_forms import DIGEST_BYTES, Proof, checksum_of, digest
 from engines.runtime.state_layout import Bytes, StateLayout
 from engines.runtime.state_metrics import StateMetrics
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
+from engines.runtime.state_sizes import block_ends
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_transfer import Departure, SlotLook
 from engines.runtime.state_whole import WholeState, v2_head
@@ -53,15 +54,18 @@ def planned(
     block_tokens: int,
     *,
     checkpoints: bool,
+    last_tokens: int = 0,
     drafts: DraftCodec | None = None,
     gone: Sequence[StatePiece] = (),
 ) -> tuple[StatePiece, ...]:
-    """The pieces of a slot's state in the order in which they travel; the blocks that are `gone` already are as they are."""
+    """The pieces of a slot's state in the order in which they travel, its blocks as by `block_ends`; those that are `gone`
+    already are as they are."""
     count = len(look.tokens)
     pieces = list(gone)
-    for start in range(gone[-1].end if gone else 0, count, block_tokens):
-        end = min(start + block_tokens, count)
+    start = gone[-1].end if gone else 0
+    for end in block_ends(start, count, block_tokens, last_tokens):
         pieces.append(StatePiece("block", start, end, layout.block_bytes(end - start)))
+        start = end
     if layout.has_part:
         pieces.append(StatePiece("part", 0, count, look.part_bytes))
     if checkpoints:
@@ -135,6 +139,7 @@ class ExportedState:
         self.departure = departure
         self._metrics = metrics
         self._under_way: deque[_Leaving] = deque()
+        self._under_way_bytes = 0
         self._early: _Leaving | None = None
         self._began_at = time.monotonic()
         self._sent_bytes = 0
@@ -189,7 +194,7 @@ class ExportedState:
                 continue
             leaving = self._under_way[0]
             data, proof = await to_its_end(leaving.coming)
-            self._under_way.popleft()
+            self._drop_first()
             yield ExportedPiece(leaving.piece, leaving.buffer, data, proof)
 
     def begin(self) -> None:
@@ -201,7 +206,7 @@ class ExportedState:
         buffer = self.arena.take_now(self._room_of(first))
         if buffer is not None:
             self._lane = self._dock.lane(paired=True)
-            self._under_way.append(self._leaving(self._lane, first, buffer, checksum_of))
+            self._go(self._leaving(self._lane, first, buffer, checksum_of))
 
     def left(self, sent_bytes: int) -> None:
         """All that was wanted of `pieces` has gone, as its metrics tell then; the slot is the caller's to give back."""
@@ -209,7 +214,7 @@ class ExportedState:
         self.has_left = True
 
     def _has_room(self, piece: StatePiece) -> bool:
-        return self._dock.has_room((other.piece.size_bytes for other in self._under_way), piece.size_bytes)
+        return self._dock.has_room(len(self._under_way), self._under_way_bytes + piece.size_bytes)
 
     def _begin_early(self, lane: Lane, prove: Proof) -> None:
         """A card copies the last part, which is large, before the blocks: it is proved while they are copied."""
@@ -221,7 +226,7 @@ class ExportedState:
     async def _begin(self, lane: Lane, piece: StatePiece, prove: Proof) -> bool:
         """False when there is no buffer for it. Waits for one only where none is held, or transfers could wait in a ring."""
         if self._early is not None and self._early.piece is piece:
-            self._under_way.append(self._early)
+            self._go(self._early)
             self._early = None
             return True
         arena, wanted = self._dock.arena, self._room_of(piece)
@@ -229,8 +234,17 @@ class ExportedState:
         buffer = arena.take_now(wanted) if holds else await arena.take(wanted)
         if buffer is None:
             return False
-        self._under_way.append(self._leaving(lane, piece, buffer, prove))
+        self._go(self._leaving(lane, piece, buffer, prove))
         return True
+
+    def _go(self, leaving: _Leaving) -> None:
+        self._under_way.append(leaving)
+        self._under_way_bytes += leaving.piece.size_bytes
+
+    def _drop_first(self) -> _Leaving:
+        leaving = self._under_way.popleft()
+        self._under_way_bytes -= leaving.piece.size_bytes
+        return leaving
 
     def _room_of(self, piece: StatePiece) -> int:
         return self._dock.codec.capacity_bytes(piece.tokens) if piece.kind == "block" else piece.size_bytes
@@ -270,7 +284,7 @@ class ExportedState:
     async def _drop_pieces(self) -> None:
         """Waits for what is under way, whose buffers are in use until then."""
         while self._under_way:
-            await self._under_way.popleft().dropped()
+            await self._drop_first().dropped()
         await self._drop_early()
 
     async def _drop_early(self) -> None:

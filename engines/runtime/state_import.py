@@ -71,32 +71,39 @@ async def received(
     complete: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Takes all pieces in, and gives the slot back with them once `complete`, where it is given, finds nothing wrong behind the
-    last one. Returns or raises only after nothing is under way any more; the first failure counts."""
+    last one; else that is the caller's (`arrival.finish(codec)`). Returns or raises only after nothing is under way any more; the
+    first failure counts."""
     lane = dock.lane()
     under_way: deque[tuple[int, asyncio.Future[None]]] = deque()
+    under_way_bytes = 0
     entering: asyncio.Future[None]
     try:
         for piece in pieces:
             while under_way and (
                 under_way[0][1].done()
-                or not dock.has_room((size for size, _ in under_way), piece.size_bytes, coming_in=True)
+                or not dock.has_room(len(under_way), under_way_bytes + piece.size_bytes, coming_in=True)
             ):
                 await to_its_end(under_way[0][1])
-                under_way.popleft()
+                under_way_bytes -= under_way.popleft()[0]
             delivery = await source.deliver(piece)
+            # What nothing follows may be proved while it enters: the slot is nobody's before it is finished. Of a recurrent state
+            # that was damaged nothing may stay, since the next one of its place begins by multiplying it by zero.
+            is_last = piece is pieces[-1] and (piece.kind == "block" or (piece.kind == "part" and dock.codec.wipes))
+            arrival.is_doubtful |= delivery.proof is not None and delivery.is_quick
             entering = lane.submit(
-                partial(_enter, dock, arrival, delivery),
+                partial(_enter, dock, arrival, delivery, completes=not is_last),
                 first=partial(arrival.check, dock.codec, piece, delivery.data),
                 beside=delivery.check,
                 quick=delivery.is_quick,
-                closing=arrival.is_usable_with(piece),
+                closing=not is_last and arrival.is_usable_with(piece),
             )
             entering.add_done_callback(partial(_free, delivery))
             under_way.append((piece.size_bytes, entering))
+            under_way_bytes += piece.size_bytes
         if complete is not None:
             await complete()
             # In the slice of the last piece.
-            under_way.append((0, lane.submit(partial(_finish, arrival), closing=True)))
+            under_way.append((0, lane.submit(partial(_finish, dock, arrival), closing=True)))
         while under_way:
             await to_its_end(under_way[0][1])
             under_way.popleft()
@@ -110,14 +117,14 @@ async def received(
         await asyncio.sleep(0)
 
 
-def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache) -> None:
+def _enter(dock: Dock, arrival: Arrival, delivery: Delivery, cache: PrefixCache, *, completes: bool) -> None:
     """On the core's thread."""
-    arrival.enter(cache, dock.codec, delivery.piece, delivery.data)
+    arrival.enter(cache, dock.codec, delivery.piece, delivery.data, completes=completes)
 
 
-def _finish(arrival: Arrival, _cache: PrefixCache) -> None:
+def _finish(dock: Dock, arrival: Arrival, _cache: PrefixCache) -> None:
     """On the core's thread."""
-    deque(arrival.finish(), maxlen=0)
+    deque(arrival.finish(dock.codec), maxlen=0)
 
 
 def _free(delivery: Delivery, _entered: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from engines.config import EngineConfig
 from engines.runtime.state_layout import StateLayout
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
@@ -16,6 +18,8 @@ CPU_MOVED_BYTES, GPU_MOVED_BYTES = 6 << 20, 48 << 20
 # One block is proved while the next is copied; with a few large ones there would be little beside each other, and with eight of a
 # small state what each costs besides is felt.
 LEAST_BLOCKS, LEAST_MOVED_BYTES = 4, 8 << 20
+# By a card the last block is proved when all has been copied already, so that the last ones are ever smaller, down to this.
+LAST_MOVED_BYTES = 8 << 20
 
 
 def kept_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
@@ -28,6 +32,25 @@ def moved_block_tokens(config: EngineConfig, layout: StateLayout, count: int = 0
     if count:
         most_bytes = min(most_bytes, max(LEAST_MOVED_BYTES, count * layout.attention.token_bytes // LEAST_BLOCKS))
     return config.kv_block_tokens or _fitting(layout, most_bytes, MAX_BLOCK_TOKENS)
+
+
+def last_block_tokens(config: EngineConfig, layout: StateLayout) -> int:
+    """How many the last of the moved blocks has at most; 0 where they need not get smaller towards the end."""
+    if config.kv_block_tokens or not config.gpu_layers:
+        return 0
+    return _fitting(layout, LAST_MOVED_BYTES, MAX_BLOCK_TOKENS)
+
+
+def block_ends(begin: int, count: int, block_tokens: int, last_tokens: int = 0) -> Iterator[int]:
+    """Where the blocks of positions [begin, count) end; with `last_tokens` each of the last ones is half of what there is left,
+    until no more is left than that."""
+    at = begin
+    while at < count:
+        left, tokens = count - at, block_tokens
+        while last_tokens and left <= tokens > last_tokens:
+            tokens //= 2
+        at += min(tokens, left)
+        yield at
 
 
 def _fitting(layout: StateLayout, most_bytes: int, most_tokens: int) -> int:

@@ -167,6 +167,8 @@ class Arrival:
     """Whether some generation ran in the engine when it began."""
     is_in: bool = False
     """The slot is no transfer's any more."""
+    is_doubtful: bool = False
+    """Some of it entered before it was proved."""
 
     def is_usable_with(self, piece: StatePiece) -> bool:
         """Whether somebody may use what is there once the piece has entered: until then the proofs of blocks may be under way."""
@@ -184,9 +186,14 @@ class Arrival:
         else:
             codec.layout.check_part(data, piece.end)
 
-    def enter(self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
+    def enter(
+        self, cache: PrefixCache, codec: StateCodec, piece: StatePiece, data: Bytes, *, completes: bool = True
+    ) -> None:
         """Takes one checked piece in, in the order of the manifest. On the core's thread; `data` must not change meanwhile, where
-        the codec queues until after its next call."""
+        the codec queues until after its next call.
+
+        From the last block or part on others find the tokens in the slot; with `completes` False only from `finish` on.
+        """
         sequence = self.slot.sequence
         if piece.kind == "block":
             codec.enter_block(sequence, piece.start, piece.tokens, data, queued=codec.queues)
@@ -199,7 +206,8 @@ class Arrival:
             enter_window(cache, codec, sequence, piece.end, data)
         else:
             self._adopt(cache, codec, piece, data)
-        if not sequence.tokens and self.slot.awaited_cells == 0 and (piece.kind == "part" or not codec.layout.has_part):
+        is_whole = self.slot.awaited_cells == 0 and (piece.kind == "part" or not codec.layout.has_part)
+        if completes and is_whole and not sequence.tokens:
             codec.complete(sequence, self.tokens)
 
     def _takes_drafts(self, codec: StateCodec, piece: StatePiece) -> bool:
@@ -233,8 +241,11 @@ class Arrival:
         place.sequence.share_prefix(self.slot.sequence, piece.end)
         codec.enter_part(place.sequence, data, queued=codec.queues)
 
-    def finish(self) -> Slices[None]:
+    def finish(self, codec: StateCodec | None = None) -> Slices[None]:
+        """`codec`: where the last piece may have entered without completing the state."""
         yield from ()
+        if codec is not None and not self.slot.sequence.tokens:
+            codec.complete(self.slot.sequence, self.tokens)
         if self.slot.sequence.tokens != self.tokens:
             raise StateError("The engine lost the state while it came in.")
         self.slot.used_at = time.monotonic()
@@ -250,7 +261,7 @@ class Arrival:
             self._forget_drafts(codec)
             for checkpoint in self.adopted:
                 checkpoint.sequence.clear()
-            codec.abandon(self.slot.sequence)
+            codec.abandon(self.slot.sequence, doubtful=self.is_doubtful)
         finally:
             self._give_back()
 

@@ -153,6 +153,36 @@ def refused(cache: Cache, seq: int, blocks: list[tuple[int, int, Bytes]], whole:
     assert cache.llama.export_range(seq, end, start, buffer) == 0
 
 
+def wiped(cache: Cache) -> None:
+    """A state that is no numbers leaves none behind, and sequences that share cells with what is wiped keep what they have."""
+    llama, fed = cache.llama, list(range(1, STEP, 7))
+
+    def of_new_tokens() -> np.ndarray:
+        batch = Batch(BATCH_TOKENS)
+        batch.add(TARGET, 0, fed, outputs=1)
+        assert llama.decode(batch) == 0
+        llama.synchronize()
+        logits = llama.logits(batch.count - 1).copy()
+        llama.clear(TARGET)
+        return logits
+
+    wanted = of_new_tokens()
+    others = [llama.export_state(other) for other in range(5)]
+    for damaged in (llama.export_state(3), others[0]):
+        damaged = damaged.copy()
+        damaged[-STEP:] = 0xFF
+        assert llama.import_from(TARGET, damaged, partial=False)
+        assert state_ranges.wipe(llama.context, TARGET)
+        assert (llama.first_position(TARGET), llama.last_position(TARGET)) == (-1, -1)
+    cache.share(1, TARGET)
+    assert state_ranges.wipe(llama.context, TARGET)
+    assert not state_ranges.wipe(llama.context, 100)
+    assert all(np.array_equal(was, llama.export_state(other)) for other, was in enumerate(others))
+    found = of_new_tokens()
+    assert np.isfinite(found).all()
+    assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
+
+
 def moved(cache: Cache, way: str) -> list[str]:
     """Digests of all that leaves, of what it is when it came in, and of how it goes on."""
     cache.fill()
@@ -175,6 +205,8 @@ def moved(cache: Cache, way: str) -> list[str]:
         out += [cache.llama.export_state(TARGET), cache.llama.first_position(TARGET), cache.llama.last_position(TARGET)]
         out += [cache.feed((TARGET, 40), (seq, 1)), cache.llama.export_state(TARGET), cache.feed((TARGET, 1))]
         cache.clear(TARGET)
+    if way == "ranges":
+        wiped(cache)
     cache.llama.close()
     return [hashlib.sha256(x.tobytes()).hexdigest() if isinstance(x, np.ndarray) else str(x) for x in out]
 

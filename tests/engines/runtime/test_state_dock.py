@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from engines.errors import StateInvalid
+from engines.runtime.llama import Batch
+from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_desk import StateDesk
 from engines.runtime.state_dock import Dock
 from engines.runtime.state_forms import checksum_of, digest_of
 from engines.runtime.state_layout import Bytes
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_transfer import Delivery
+from tests.engines.runtime.held_moves import until
 from tests.engines.runtime.test_core import prompt_of, run
 from tests.engines.runtime.test_state_desk import desk_of
 from tests.synthetic_gguf import SyntheticModel
@@ -173,6 +177,100 @@ async def test_a_piece_that_left_before_it_was_asked_for_is_the_one_that_is_give
         async with await desk.export(0) as state:
             state.begin()
         assert arena.free_bytes == arena.size_bytes
+
+
+class LateProof(Delivery):
+    """A piece whose proof takes until somebody lets it end."""
+
+    may_end = threading.Event()
+
+    def check(self) -> None:
+        assert self.may_end.wait(30)
+        super().check()
+
+
+class LaidLate(Laid):
+    """The last of `count` pieces is proved late."""
+
+    def __init__(self, found: list[tuple[Bytes, bytes]]) -> None:
+        super().__init__(found)
+        self._count = len(found)
+
+    async def deliver(self, piece: StatePiece) -> Delivery:
+        delivery = await super().deliver(piece)
+        late = self.given == self._count
+        return LateProof(piece, delivery.data, delivery.free, delivery.proof, checksum_of) if late else delivery
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_the_last_piece_enters_while_it_is_proved_and_nobody_finds_the_tokens_before(
+    tiny_model: Callable[..., SyntheticModel], architecture: str, *, damaged: bool
+) -> None:
+    model = tiny_model(architecture)
+    async with desk_of(model) as (core, desk):
+        desk._proves_apart = True
+        await run(core, prompt_of(model, 150), 5)
+        manifest, found = await laid_out(desk)
+        own = [piece.kind in ("block", "part") for piece in manifest.pieces]
+        manifest, found = replace(manifest, pieces=manifest.pieces[: sum(own)]), found[: sum(own)]
+        if damaged:
+            found[-1][0][-1] ^= 1
+
+        def seen(cache: PrefixCache) -> Generator[None, None, tuple[int, str, int]]:
+            yield from ()
+            slot = cache.slots[1]
+            return len(slot.sequence), slot.transfer, slot.sequence.llama.last_position(slot.sequence.index)
+
+        LateProof.may_end.clear()
+        calls = core.codec.calls if core.codec else 0
+        entering = asyncio.ensure_future(desk.enter(1, manifest, LaidLate(found)))
+        wipes = core.codec is not None and (core.codec.wipes or not core.codec.layout.has_part)
+        try:
+            await until(lambda: core.codec is not None and core.codec.calls >= calls + len(found) - (not wipes))
+            assert await core.perform(seen) == (0, "restore", len(manifest.tokens) - 1 if wipes else -1)
+            assert not entering.done()
+        finally:
+            LateProof.may_end.set()
+        if damaged:
+            with pytest.raises(StateInvalid, match="damaged"):
+                await entering
+            assert await core.perform(seen) == (0, "", -1)
+        else:
+            assert (await entering).n_past == len(manifest.tokens)
+            assert await core.perform(seen) == (len(manifest.tokens), "", len(manifest.tokens) - 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen35"])
+async def test_a_damaged_piece_leaves_nothing_that_a_next_prompt_reads(
+    tiny_model: Callable[..., SyntheticModel], architecture: str
+) -> None:
+    """Rows that are no numbers, which zero times anything are not either."""
+    model = tiny_model(architecture)
+    async with desk_of(model) as (core, desk):
+        desk._proves_apart = True
+        await run(core, prompt_of(model, 150), 5)
+        manifest, found = await laid_out(desk)
+        own = [piece.kind in ("block", "part") for piece in manifest.pieces]
+        manifest, found = replace(manifest, pieces=manifest.pieces[: sum(own)]), found[: sum(own)]
+
+        def logits(cache: PrefixCache) -> Generator[None, None, Bytes]:
+            yield from ()
+            assert core.llama is not None
+            index, batch = cache.slots[1].sequence.index, Batch(16)
+            batch.add(index, 0, list(range(3, 19)), outputs=1)
+            assert core.llama.decode(batch) == 0
+            told = core.llama.logits(15).copy()
+            core.llama.clear(index)
+            return told.view(np.uint8)
+
+        before = await core.perform(logits)
+        for bad in range(len(found)):
+            damaged = [(data.copy(), proof) for data, proof in found]
+            damaged[bad][0][-200:-50] = 0xFF
+            with pytest.raises(StateInvalid, match="damaged"):
+                await desk.enter(1, manifest, Laid(damaged))
+            assert np.array_equal(await core.perform(logits), before)
 
 
 async def test_what_goes_on_beside_a_job_is_waited_for_by_its_future_and_by_a_closing_job(
