@@ -59,6 +59,7 @@ def preview(request: HttpRequest, kind: str, subject_id: int) -> HttpResponse:
         "size": None if seen.foretold_bytes is None else filesizeformat(seen.foretold_bytes),
         "pause": _pause(seen.longest_pause_ms),
         "silent": seen.silent,
+        "unserved": seen.unserved,
     }
     return render(request, "drain_preview.html", context)
 
@@ -117,6 +118,7 @@ def _foretold(move: PlannedMove) -> dict[str, Any]:
         "target": move.target,
         "tokens": move.tokens,
         "running": move.running,
+        "choices": move.choices,
         "size": None if move.foretold_bytes is None else filesizeformat(move.foretold_bytes),
         "pause": _pause(move.foretold_pause_ms),
         "displaces": move.displaces,

@@ -37,15 +37,18 @@ UNMEASURED = "what its state loses in the other engines' quants was not measured
 LOSSY = "its state would lose more in the other engines' quants than its model allows"
 NO_CELLS = "what runs on the other engines leaves no room for it"
 NO_SLOT = "every slot of the other engines works"
+FEW_SLOTS = "it writes several choices at once, and no other engine has as many slots free"
+MANY_CHOICES = "it writes more choices at once than any other engine has slots"
 # These may pass by themselves.
-PASSING = frozenset({NO_CELLS, NO_SLOT})
+PASSING = frozenset({NO_CELLS, NO_SLOT, FEW_SLOTS})
 
 
 @dataclass(frozen=True)
 class PlannedMove:
     """One conversation of an engine. `target` is "" and `reason` says why where it must stay. Bytes are what its engine says a
     token takes, else, as the pause, foretold from former moves of the model, None while there is none; one that is idle has none
-    (0). One that `displaces` pushes idle conversations out of the target's cache."""
+    (0). One that `displaces` pushes idle conversations out of the target's cache. The `choices` that a request has running there
+    move together, each into a slot of its own; `tokens` are those of all, a shared beginning counted for each."""
 
     session: str
     source: str
@@ -60,15 +63,18 @@ class PlannedMove:
     chat_id: int | None = None
     source_id: int = 0
     target_id: int = 0
+    choices: int = 1
+    longest_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Preview:
     """`silent` are engines that are to get empty and do not answer, or are not asked since they did not answer others; what they
-    hold nobody can tell."""
+    hold nobody can tell. `unserved` are models that take requests there, and nowhere else."""
 
     moves: tuple[PlannedMove, ...]
     silent: tuple[str, ...] = ()
+    unserved: tuple[str, ...] = ()
 
     @property
     def going(self) -> tuple[PlannedMove, ...]:
@@ -125,11 +131,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Known:
-    """What rows say: of conversations their keys and titles, which of them run where, what moves of a model cost so far, and what
-    is lost between two quants' engines (KL in nats, by variants)."""
+    """What rows say: of conversations their keys and titles, which of them run where and as which requests, what moves of a model
+    cost so far, and what is lost between two quants' engines (KL in nats, by variants)."""
 
     chats: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    running: frozenset[tuple[int, str]] = frozenset()
+    running: Mapping[tuple[int, str], Collection[str]] = field(default_factory=dict)
     costs: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     losses: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
@@ -137,7 +143,8 @@ class Known:
 async def preview(leaving: Collection[int]) -> Preview:
     """What would move from the engines of these ids."""
     holding = await in_db(engines.holding_engines, None)
-    open_ids = {endpoint.engine_id for endpoint in await in_db(engines.serving_engines, None)}
+    serving = await in_db(engines.serving_engines, None)
+    open_ids = {endpoint.engine_id for endpoint in serving}
     asked = [one for one in holding if one.engine_id in open_ids or one.engine_id in leaving]
     answers = await asyncio.gather(*map(_place, asked))
     answered = {one.engine_id for one, place in zip(asked, answers, strict=True) if place is not None}
@@ -145,7 +152,13 @@ async def preview(leaving: Collection[int]) -> Preview:
     sources = [place for place in places if place.endpoint.engine_id in leaving]
     known = await in_db(_known, sources, places)
     silent = await in_db(_silent, [engine_id for engine_id in leaving if engine_id not in answered])
-    return Preview(tuple(planned(sources, [one for one in places if one not in sources], known)), silent)
+    moves = tuple(planned(sources, [one for one in places if one not in sources], known))
+    return Preview(moves, silent, _unserved(serving, leaving))
+
+
+def _unserved(serving: Sequence[EngineEndpoint], leaving: Collection[int]) -> tuple[str, ...]:
+    left = {one.model_name for one in serving if one.engine_id not in leaving}
+    return tuple(sorted({one.model_name for one in serving} - left))
 
 
 def _silent(unanswered: Collection[int]) -> tuple[str, ...]:
@@ -178,8 +191,12 @@ def _described(place: Place, session: str, tokens: int, known: Known) -> Planned
     """The move without its target."""
     endpoint, rates = place.endpoint, place.rates
     bytes_per_token, pause_ms = known.costs.get(endpoint.model_name, (None, None))
-    running = (endpoint.engine_id, session) in known.running
-    size: float | None = rates.kv_token_bytes * tokens + rates.kv_part_bytes
+    requests = known.running.get((endpoint.engine_id, session))
+    running = requests is not None
+    written = _choices(place.slots, requests or ())
+    longest = max([tokens, *written])
+    tokens = max(tokens, sum(written))
+    size: float | None = rates.kv_token_bytes * tokens + rates.kv_part_bytes * max(1, len(written))
     if not rates.kv_token_bytes:
         size = None if bytes_per_token is None else bytes_per_token * tokens
     chat_id, title = known.chats.get(session, (None, ""))
@@ -194,7 +211,19 @@ def _described(place: Place, session: str, tokens: int, known: Known) -> Planned
         title=title,
         chat_id=chat_id,
         source_id=endpoint.engine_id,
+        choices=max(1, len(written)),
+        longest_tokens=longest,
     )
+
+
+def _choices(slots: Sequence[SlotView], requests: Collection[str]) -> list[int]:
+    """The tokens in each slot of the request that has most of them; another one of the conversation moves by itself."""
+    found = ([_held(slot) for slot in slots if slot.request_id == request] for request in requests)
+    return max(found, key=len, default=[])
+
+
+def _held(slot: SlotView) -> int:
+    return slot.prompt_done_tokens + slot.decoded_tokens
 
 
 def _placed(
@@ -203,10 +232,11 @@ def _placed(
     alike = [place for place in others if place.rates.streams_kv and _may_share(place, source)]
     known = [place for place in alike if _loss(source, place, losses) is not None]
     near = [place for place in known if (_loss(source, place, losses) or 0.0) <= source.endpoint.most_kv_loss]
-    fitting = [place for place in near if place.rates.context_tokens > move.tokens]
-    needed = move.tokens + (ROOM_TOKENS if move.running else 0)
-    free = [place for place in fitting if place.free_slots > 0]
-    roomy = [place for place in free if place.room_tokens >= min(needed, place.rates.context_tokens)]
+    fitting = [place for place in near if place.rates.context_tokens > move.longest_tokens]
+    wide = [place for place in fitting if place.rates.slots >= move.choices]
+    needed = move.tokens + (ROOM_TOKENS * move.choices if move.running else 0)
+    free = [place for place in wide if place.free_slots >= move.choices]
+    roomy = [place for place in free if place.room_tokens >= min(needed, place.rates.context_tokens * move.choices)]
     reasons = (
         (move.chat_id is None, UNKNOWN),
         (not source.rates.streams_kv, NO_STATE),
@@ -214,7 +244,8 @@ def _placed(
         (not known, UNMEASURED),
         (not near, LOSSY),
         (not fitting, TOO_LONG),
-        (not free, NO_SLOT),
+        (not wide, MANY_CHOICES),
+        (not free, NO_SLOT if move.choices == 1 else FEW_SLOTS),
         (not roomy, NO_CELLS),
     )
     if reason := next((reason for holds, reason in reasons if holds), ""):
@@ -225,15 +256,15 @@ def _placed(
             # In its own quant nothing is lost; an answer that runs may become as long as the context that it was promised.
             place.endpoint.variant_id == source.endpoint.variant_id,
             not move.running or place.rates.context_tokens >= source.rates.context_tokens,
-            place.rates.free_slots > place.coming,
+            place.rates.free_slots >= place.coming + move.choices,
             place.unused_tokens >= needed,
             place.room_tokens,
         ),
     )
     displaces = best.unused_tokens < needed
     best.coming_tokens += needed
-    best.coming_running += move.running
-    best.coming += 1
+    best.coming_running += move.choices if move.running else 0
+    best.coming += move.choices
     return replace(move, target=best.endpoint.name, target_id=best.endpoint.engine_id, displaces=displaces)
 
 
@@ -267,7 +298,9 @@ def _known(sources: Sequence[Place], places: Sequence[Place]) -> Known:
     ids = [place.endpoint.engine_id for place in sources]
     keys = {session for place in sources for session in place.rates.sessions}
     leases = SlotLease.objects.filter(Q(engine_id__in=ids) | Q(session__in=keys), expires_at__gt=Now())
-    running = frozenset(leases.exclude(session="").values_list("engine_id", "session"))
+    running: dict[tuple[int, str], set[str]] = {}
+    for engine_id, session, request_id in leases.exclude(session="").values_list("engine_id", "session", "request_id"):
+        running.setdefault((engine_id, session), set()).add(str(request_id))
     keys |= {session for _, session in running}
     rows = ChatSession.objects.filter(key_hash__in=keys).values_list("key_hash", "pk", "title")
     models = {place.endpoint.model_name for place in sources}

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from django.utils import timezone
 
+from engines.config import SlotView
 from engines.models import Engine
 from engines.rates_view import EngineRates
 from pools.db import in_db
@@ -19,6 +20,7 @@ from sessions.models import ChatSession, Handoff, SlotLease
 from tests.panel.page import GIB, SmallPool, write_small_pool
 from tests.sessions.loopback_engine import loopback_engine
 
+REQUEST = "11111111-1111-4111-8111-111111111111"
 TITLES = (
     "Plan of the greenhouse",
     "Why does the build fail?",
@@ -31,14 +33,29 @@ async def no_slots(_request: web.Request) -> web.StreamResponse:
     return web.json_response([])
 
 
+def answering(choices: int) -> Any:
+    """GET /slots of an engine on which that many choices of the one request are being written."""
+    one = SlotView(0, "decode", True, REQUEST, 12_000, 12_000, 400, 0, 32_768, 20.0)
+
+    async def slots(_request: web.Request) -> web.StreamResponse:
+        return web.json_response([asdict(one)] * choices)
+
+    return slots
+
+
 @asynccontextmanager
-async def drain_pool() -> AsyncIterator[SmallPool]:
-    """The small pool's engine holds four conversations, one of which answers; two engines of another host could take three."""
+async def drain_pool(choices: int = 0) -> AsyncIterator[SmallPool]:
+    """The small pool's engine holds four conversations, one of which answers (`choices` at once, 0: it tells of no slots); two
+    engines of another host could take three."""
     async with AsyncExitStack() as stack:
         keys = [f"{number:064x}" for number in range(1, 5)]
         held = dict(zip(keys, (900, 12_400, 31_000, 2_048), strict=True))
         rates = [_rates(held, 48_000), _rates({}, 14_000), _rates({"b" * 64: 15_000}, 15_000, resident_tokens=15_000)]
-        ports = [await stack.enter_async_context(loopback_engine(no_slots, _telling(one))) for one in rates]
+        slots = [answering(choices), no_slots, no_slots]
+        ports = [
+            await stack.enter_async_context(loopback_engine(told, _telling(one)))
+            for told, one in zip(slots, rates, strict=True)
+        ]
         yield await in_db(_write, ports, keys)
 
 
@@ -99,7 +116,7 @@ def _write(ports: list[int], keys: list[str]) -> SmallPool:
     for key, title in zip(keys, TITLES, strict=True):
         chat = ChatSession.objects.create(key_hash=key, model_name="tiny", title=title, engine=pool.engine)
     SlotLease.objects.create(
-        request_id="11111111-1111-4111-8111-111111111111",
+        request_id=REQUEST,
         session=keys[1],
         engine=pool.engine,
         owner="a test",

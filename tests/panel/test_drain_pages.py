@@ -61,6 +61,27 @@ async def test_a_preview_names_each_conversation_its_target_bytes_and_pause(pool
     assert (await in_db(Engine.objects.get, pk=pool.engine.pk)).takes_new, "a look changes nothing"
 
 
+async def test_an_answer_of_several_choices_needs_as_many_slots_at_its_target(
+    background: None, browser: Client
+) -> None:
+    async with drain_pool(choices=5) as pool:
+        text = await page(browser, f"/drain/engine/{pool.engine.pk}/")
+        await close_client_session()
+    assert "answers now, 5 choices" in text
+    assert '<td data-label="Tokens" class="number">62,000</td>' in text, "five times 12,400"
+    assert "stays: it writes more choices at once than any other engine has slots" in text
+
+
+async def test_a_model_that_nobody_else_serves_is_named_before_it_is_drained(pool: SmallPool, browser: Client) -> None:
+    path = f"/drain/engine/{pool.engine.pk}/"
+    assert "drain-unserved" not in await page(browser, path)
+    await in_db(Engine.objects.exclude(pk=pool.engine.pk).update, takes_new=False)
+    text = await page(browser, path)
+    assert "No other engine serves tiny." in text and "answered with 503" in text
+    await in_db(Engine.objects.update, takes_new=False)
+    assert "drain-unserved" not in await page(browser, path), "it serves nothing already"
+
+
 @pytest.mark.parametrize("kind", ["engine", "card", "host"])
 async def test_to_go_closes_it_and_shows_how_far_it_is(pool: SmallPool, browser: Client, kind: str) -> None:
     subject_id = {"engine": pool.engine.pk, "card": pool.gpu.pk, "host": pool.host.pk}[kind]

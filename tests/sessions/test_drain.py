@@ -50,14 +50,14 @@ def place(number: int, slots: tuple[SlotView, ...] = (), **rates: Any) -> Place:
     return Place(endpoint, replace(RATES, **rates), slots)
 
 
-def slot(prompt: int, done: int, decoded: int = 0) -> SlotView:
+def slot(prompt: int, done: int, decoded: int = 0, request: str = "r") -> SlotView:
     state = "decode" if decoded else "prefill"
-    return SlotView(0, state, True, "r", prompt, done, decoded, 0, 4096, 0.0)
+    return SlotView(0, state, True, request, prompt, done, decoded, 0, 4096, 0.0)
 
 
 def known(*sessions: str, running: tuple[str, ...] = ()) -> Known:
     chats = {name: (number, name.title()) for number, name in enumerate(sessions)}
-    return Known(chats, frozenset((0, name) for name in running), {"tiny": (None, 7.5)})
+    return Known(chats, {(0, name): {f"request of {name}"} for name in running}, {"tiny": (None, 7.5)})
 
 
 def test_a_cache_full_of_idle_conversations_has_room_and_says_that_they_make_way() -> None:
@@ -94,6 +94,38 @@ def test_running_conversations_come_first_and_each_needs_a_slot() -> None:
     assert planned[0].foretold_pause_ms == 7.5
     (line,) = evacuation.planned([place(0, sessions={"a": 9})], [place(1, free_slots=1, queue_length=1)], known("a"))
     assert line.reason == evacuation.NO_SLOT
+
+
+def test_all_choices_of_a_request_need_a_slot_each_at_one_engine() -> None:
+    choices = tuple(slot(100, 100, decoded, "request of a") for decoded in (20, 30, 40))
+    of_others = slot(9, 9, 900)
+    sources = [place(0, (*choices, of_others), sessions={"a": 140, "b": 10})]
+    facts = known("a", "b", running=("a", "b"))
+
+    def planned(*targets: Place) -> evacuation.PlannedMove:
+        return next(move for move in evacuation.planned(sources, targets, facts) if move.session == "a")
+
+    assert (planned(place(1, free_slots=2)).target, planned(place(1, free_slots=2)).reason) == (
+        "",
+        evacuation.FEW_SLOTS,
+    )
+    two = replace(place(1), rates=replace(RATES, slots=2, free_slots=2))
+    assert planned(two).reason == evacuation.MANY_CHOICES
+    apart = [place(1, free_slots=2), place(2, free_slots=2)]
+    assert planned(*apart).reason == evacuation.FEW_SLOTS, "they go together"
+    move = planned(place(1, free_slots=2), place(2, free_slots=3))
+    assert (move.target, move.choices, move.tokens, move.foretold_bytes) == ("cpu-2", 3, 390, 39_000)
+    # Three go to where four are free, then there is room for one more, not for two.
+    (first, second) = evacuation.planned(sources, [place(1, free_slots=4)], facts)
+    assert {first.target, second.target} == {"cpu-1"}
+    (first, second) = evacuation.planned(sources, [place(1, free_slots=3)], facts)
+    assert [move.reason for move in (first, second)].count("") == 1
+    # Each may go on writing; a single one would have found room.
+    sources, facts, room = [place(0, choices, sessions={"a": 140})], known("a", running=("a",)), 390 + 3 * 512
+    assert planned(place(1, cells=room - 1)).reason == evacuation.NO_CELLS
+    assert planned(place(1, cells=room)).target == "cpu-1"
+    # No choice is longer than a context of 256, all three together are.
+    assert planned(place(1, context_tokens=256)).target == "cpu-1"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ class Command(BaseCommand):
             self.stdout.write(foretold(move))
         for name in seen.silent:
             self.stdout.write(f"{name}: {drain_moves.SILENT}")
+        for model in seen.unserved:
+            self.stdout.write(f"No other engine serves {model}: its requests wait for a load elsewhere, or get 503.")
         if not seen.moves and not seen.silent:
             self.stdout.write("No conversation is held there.")
 
@@ -105,6 +107,8 @@ class Command(BaseCommand):
 
 def foretold(move: PlannedMove) -> str:
     what = f"{move.session[:16]}  {move.tokens:>7} tokens  {move.source}"
+    if move.choices > 1:
+        what += f"  {move.choices} choices"
     if not move.target:
         return f"{what}  stays: {move.reason}"
     size = "?" if move.foretold_bytes is None else f"{move.foretold_bytes / 1e6:.1f} MB"
