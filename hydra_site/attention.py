@@ -1,11 +1,13 @@
-"""What of a host wants a person's look: another release, a clock that is off, cards that cannot be read, builds of llama.cpp that
-failed or that its engines have not taken yet."""
+"""What wants a person's look: of a host another release, a clock that is off, cards that cannot be read, builds of llama.cpp that
+failed or that its engines have not taken yet; engines that failed, or wait for what nobody brings them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+from engines.reconcile import MAX_RESTARTS
 from engines.services import EngineView
-from pools.choices import JobState
+from pools.choices import JobKind, JobState
 from pools.jobs import JobView
 from pools.services import HostView
 
@@ -21,6 +23,57 @@ class Attention:
     subject: str
     message: str
     hint: str
+
+
+class OpenWork(Protocol):
+    """A build or a download that waits or runs."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def subject(self) -> str: ...
+
+
+def is_waiting(engine: EngineView) -> bool:
+    """Whether its start was put off, which is no failure: its card's llama.cpp, or its model, is not there yet."""
+    return engine.state == "failed" and engine.wanted == "running" and not engine.restarts
+
+
+def engine_troubles(
+    hosts: Iterable[HostView], engines: Iterable[EngineView], work: Collection[OpenWork]
+) -> Iterator[Attention]:
+    """What is wrong with engines that do not come up. One that waits for work that is on its way wants nobody's look."""
+    by_id = {host.id: host for host in hosts}
+    for engine in engines:
+        if engine.state != "failed":
+            continue
+        subject, message = f"Engine {engine.name}", engine.last_error or "failed."
+        if is_waiting(engine):
+            host = by_id.get(engine.host_id)
+            if host is None or not any(_brings(one, engine, host) for one in work):
+                hint = "It starts by itself as soon as that is there; nothing has to be done to the engine."
+                yield Attention("warning", subject, message, hint)
+        elif engine.wanted == "running" and engine.restarts <= MAX_RESTARTS:
+            hint = f"It is started again by itself, {MAX_RESTARTS} times at most; this was failure {engine.restarts}."
+            yield Attention("failure", subject, message, f"{hint} Its log: engines/{engine.id}/engine.log.")
+        else:
+            hint = "It is not started again by itself: correct the cause, then choose Start under Engines in the admin."
+            yield Attention("failure", subject, message, hint)
+
+
+def _brings(work: OpenWork, engine: EngineView, host: HostView) -> bool:
+    """Whether the work may end what the engine waits for."""
+    if work.host != host.name:
+        return False
+    return work.kind == JobKind.DOWNLOAD or _device_arch(engine, host) in work.subject.split()
+
+
+def _device_arch(engine: EngineView, host: HostView) -> str:
+    """What a library for the engine's device is built for."""
+    device = next((gpu for gpu in host.gpus if gpu.id == engine.gpu_id), None)
+    return device.arch if device is not None and device.kind == "cuda" else "cpu"
 
 
 def host_warnings(host: HostView) -> Iterator[Attention]:
@@ -73,8 +126,6 @@ def build_warnings(
 
 def _came_before(engine: EngineView, build: JobView, host: HostView) -> bool:
     """Whether the engine was up before a library for its device was."""
-    device = next((gpu for gpu in host.gpus if gpu.id == engine.gpu_id), None)
-    arch = device.arch if device is not None and device.kind == "cuda" else "cpu"
-    if engine.host_id != host.id or arch not in build.subject.split():
+    if engine.host_id != host.id or _device_arch(engine, host) not in build.subject.split():
         return False
     return engine.ready_at is not None and build.ended_at is not None and engine.ready_at < build.ended_at

@@ -51,7 +51,7 @@ async def health(request: HttpRequest) -> HttpResponseBase:
 
 
 def _serving(engines: tuple[EngineView, ...] | list[EngineView]) -> list[EngineView]:
-    return [engine for engine in engines if engine.state in SERVING]
+    return [engine for engine in engines if engine.state in SERVING and engine.takes_new]
 
 
 async def _engines() -> tuple[tuple[EngineView, ...], list[str]]:

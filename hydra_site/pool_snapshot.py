@@ -20,8 +20,9 @@ from engines.config import SlotView
 from engines.errors import EngineUnreachable
 from engines.services import EngineView, engine_views
 from engines.store_rows import StoreView, store_views
-from hydra_site.attention import Attention, build_warnings, host_warnings
+from hydra_site.attention import Attention, OpenWork, build_warnings, engine_troubles, host_warnings, is_waiting
 from pools import jobs
+from pools.choices import JobState
 from pools.db import in_db
 from pools.release import this_release
 from pools.services import HostView, host_views
@@ -47,11 +48,15 @@ class SlotCell:
 
 @dataclass(frozen=True)
 class EngineCard:
-    """An engine's row and its slots. `cells_stale_since` is set while the engine does not answer: the cells are that old."""
+    """An engine's row and its slots. `cells_stale_since` is set while the engine does not answer: the cells are that old.
+
+    One that `waits` did not fail, though its row says so: what it starts with is not there yet.
+    """
 
     engine: EngineView
     cells: tuple[SlotCell, ...]
     cells_stale_since: datetime | None
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ async def take_snapshot(previous: PoolSnapshot | None) -> tuple[PoolSnapshot, Sa
         hosts=rows.hosts,
         engines=tuple(cards),
         sessions=rows.sessions,
-        attention=attention_of(rows.hosts, rows.engines, rows.stores, rows.builds),
+        attention=attention_of(rows.hosts, rows.engines, rows.stores, rows.builds, rows.work),
         stores=rows.stores,
         work=rows.work,
         session_pages=rows.session_pages,
@@ -192,7 +197,7 @@ def _work() -> tuple[Work, ...]:
 async def _engine_card(engine: EngineView, old: EngineCard | None) -> EngineCard:
     """The engine with fresh cells, or with its last known ones and their age."""
     if engine.base_url is None or engine.state not in POLLED_STATES:
-        return EngineCard(engine, (), None)
+        return EngineCard(engine, (), None, is_waiting(engine))
     try:
         async with asyncio.timeout(SLOT_POLL_TIMEOUT_S):
             slots = await EngineClient(engine.base_url, engine.secret).slots()
@@ -240,6 +245,7 @@ def attention_of(
     engines: tuple[EngineView, ...],
     stores: tuple[StoreView, ...] = (),
     builds: tuple[jobs.JobView, ...] = (),
+    work: tuple[OpenWork, ...] = (),
 ) -> tuple[Attention, ...]:
     """What wants a decision, failures first; empty when all is well."""
     hosts = tuple(host for host in hosts if host.duty != "retired")
@@ -254,10 +260,10 @@ def attention_of(
         for host in hosts
         if host.id in lost
     ]
-    for engine in engines:
-        if engine.state == "failed":
-            hint = "Correct the cause, then set the engine to running again in the admin."
-            found.append(Attention("failure", f"Engine {engine.name}", engine.last_error or "failed.", hint))
+    # A build that failed speaks for the engines that wait for it.
+    told = (*work, *(build for build in builds if build.state == JobState.FAILED))
+    troubles = tuple(engine_troubles(hosts, engines, told))
+    found += [one for one in troubles if one.severity == "failure"]
     names = {host.id: host.name for host in hosts}
     for store in stores:
         # The first failure is no news: it is started again at once.
@@ -271,6 +277,7 @@ def attention_of(
             message = engine.last_error or "does not answer its health check."
             found.append(Attention("warning", f"Engine {engine.name}", message, hint))
     there = [host for host in hosts if host.id not in lost]
+    found += [one for one in troubles if one.severity != "failure"]
     return (*found, *(one for host in there for one in host_warnings(host)), *build_warnings(there, engines, builds))
 
 

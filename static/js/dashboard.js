@@ -117,7 +117,7 @@ function drawWork(work) {
     (item) => item.id,
     (item) =>
       h("div", { class: "work-item" },
-        h("p", {}, h("strong", {}, item.subject), ` on ${item.host}`),
+        h("p", {}, h("strong", {}, item.kind === "build" ? `llama.cpp for ${item.subject}` : item.subject), ` on ${item.host}`),
         h("progress", { "aria-label": `${item.kind} of ${item.subject}`, max: 1 }),
         h("p", { class: "work-state" })),
     (element, item) => {

@@ -143,13 +143,13 @@ function createEngine() {
 }
 
 function updateEngine(element, context) {
-  const { engine, cells, cells_stale_since: staleSince } = context.card;
-  setAttribute(element, "data-state", engine.state);
+  const { engine, cells, cells_stale_since: staleSince, waits } = context.card;
+  setAttribute(element, "data-state", waits ? "waits" : engine.state);
   setText(part(element, "name"), engine.name);
   const state = part(element, "state");
   const closed = engine.state === "ready" && !engine.takes_new;
-  setAttribute(state, "data-tone", closed ? "warn" : ENGINE_TONES[engine.state] ?? "");
-  setText(state, closed ? "takes nothing new" : engine.state);
+  setAttribute(state, "data-tone", closed || waits ? "warn" : ENGINE_TONES[engine.state] ?? "");
+  setText(state, closed ? "takes nothing new" : waits ? "waits" : engine.state);
   updateDrainLink(element, "engine", engine.id, DRAINABLE.has(engine.state) ? (engine.takes_new ? "Drain…" : "Serve again…") : "");
   setText(part(element, "model"), [engine.model_name, engine.quantization].filter(Boolean).join(" · "));
   const error = part(element, "error");

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
+from typing import Any
 
-from hydra_site.attention import build_warnings, host_warnings
+import pytest
+
+from hydra_site.attention import build_warnings, host_warnings, is_waiting
 from hydra_site.pool_snapshot import attention_of
 from pools.jobs import JobView
 from pools.services import GpuView, HostView
@@ -61,6 +64,47 @@ def test_a_lost_host_has_one_trouble_and_a_retired_one_none() -> None:
     off = dataclasses.replace(HOST, state="lost", clock_offset_s=60.0)
     assert [one.severity for one in attention_of((off,), ())] == ["failure"]
     assert attention_of((dataclasses.replace(off, duty="retired"),), ()) == ()
+
+
+WAITS = dataclasses.replace(
+    ENGINE, state="failed", base_url=None, last_error="llama.cpp is being built for its card, which is sm_60 (job 1)"
+)
+
+
+def test_an_engine_that_waits_for_work_on_its_way_wants_nobodys_look_and_then_says_that_nothing_is_to_be_done() -> None:
+    host, on_card = dataclasses.replace(HOST, gpus=(CARD,)), dataclasses.replace(WAITS, gpu_id=CARD.id)
+    build = dataclasses.replace(BUILD, state="running", subject="sm_60 sm_86")
+    assert is_waiting(on_card)
+    assert attention_of((host,), (on_card,), work=(build,)) == ()
+    fetched = dataclasses.replace(build, kind="download", subject="tiny")
+    assert attention_of((host,), (on_card,), work=(fetched,)) == ()
+    others = (dataclasses.replace(build, subject="cpu"), dataclasses.replace(build, host="boreas"))
+    (warning,) = attention_of((host,), (on_card,), work=others)
+    assert (warning.severity, warning.subject, warning.message) == ("warning", "Engine tiny-atlas", WAITS.last_error)
+    assert warning.hint.startswith("It starts by itself")
+    failed = dataclasses.replace(build, state="failed", message="no nvcc")
+    assert [one.subject for one in attention_of((host,), (on_card,), builds=(failed,))] == [
+        "llama.cpp for sm_60 sm_86 on atlas"
+    ], "once is enough"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"restarts": 3},
+            "started again by itself, 8 times at most; this was failure 3. Its log: engines/1/engine.log",
+        ),
+        ({"restarts": 9}, "not started again by itself"),
+        ({"wanted": "stopped"}, "not started again by itself"),
+    ],
+)
+def test_an_engine_that_failed_says_whether_it_is_tried_again(changes: dict[str, Any], said: str) -> None:
+    failed = dataclasses.replace(WAITS, last_error="it ran out of memory", **changes)
+    assert not is_waiting(failed)
+    (failure,) = attention_of((HOST,), (failed,))
+    assert (failure.severity, failure.message) == ("failure", "it ran out of memory")
+    assert said in failure.hint
 
 
 BUILD = JobView(

@@ -94,7 +94,7 @@ def test_nothing_needs_attention_when_all_is_well() -> None:
 
 def test_failures_come_before_warnings_and_carry_the_last_error() -> None:
     unhealthy = dataclasses.replace(ENGINE, name="a", state="unhealthy")
-    failed = dataclasses.replace(ENGINE, name="b", state="failed", last_error="no memory")
+    failed = dataclasses.replace(ENGINE, name="b", state="failed", last_error="no memory", restarts=1)
     found = attention_of((HOST,), (unhealthy, failed))
     assert [(item.severity, item.subject) for item in found] == [("failure", "Engine b"), ("warning", "Engine a")]
     assert found[0].message == "no memory"

@@ -135,7 +135,10 @@ async def test_health_and_readiness_tell_what_is_missing(api: AsyncClient) -> No
     assert (await api.get("/healthz")).json() == {"status": "ok"}
     assert (await api.get("/readyz")).status_code == 200
     assert (await api.get("/health")).json()["status"] == "ok"
-    await in_db(Engine.objects.update, state="failed", http_port=None)
+    await in_db(Engine.objects.update, takes_new=False)
+    assert (await api.get("/readyz")).json()["missing"] == ["engine"], "all are drained: requests would get 503"
+    assert (await api.get("/health")).json()["status"] == "degraded"
+    await in_db(Engine.objects.update, state="failed", http_port=None, takes_new=True)
     assert (await api.get("/health")).json()["status"] == "degraded"
     answer = await api.get("/readyz")
     assert (answer.status_code, answer.json()["missing"]) == (503, ["engine"])
