@@ -58,9 +58,16 @@ class JobAdmin(ModelAdmin):
     search_fields = ["subject", "name"]
     list_select_related = ["host"]
     actions = ["cancel_jobs", "ask_again"]
+    # What became of one: only a new one has a form.
+    asked = ("host", "kind", "subject", "name")
+    told = ("state", "progress", "message", "hint", "created_at", "started_at", "ended_at")
+    readonly_fields = told
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> tuple[str, ...]:
+        return self.asked if obj is None else (*self.asked, *self.told)
 
     @admin.display(description="progress")
     def progress(self, job: Job) -> str:
