@@ -51,6 +51,7 @@ def session(request: HttpRequest, key: str) -> HttpResponse:
         "holders": view.holders,
         "prospect": lineage.PROSPECTS[view.state],
         "places": lineage.places(view, turns),
+        "is_saved": bool(view.snapshots),
         "steps": lineage.steps(view, turns),
         "turns": [explained(turn) for turn in turns],
         "engines": _engine_names(view),
@@ -65,13 +66,13 @@ def act(request: HttpRequest, key: str, name: str) -> HttpResponse:
     acts = {
         "park": lambda: async_to_sync(lifecycle.park)(_scope(request), key),
         "resume": lambda: async_to_sync(lifecycle.resume)(_scope(request), key),
-        "migrate": lambda: async_to_sync(lifecycle.migrate)(_scope(request), key, request.POST.get("engine", "")),
+        "migrate": lambda: _moved(request, key),
         "delete": lambda: async_to_sync(lifecycle.delete)(_scope(request), key),
     }
     if name not in acts:
         raise Http404
     try:
-        acts[name]()
+        came = acts[name]()
     except SessionUnknown as error:
         raise Http404 from error
     except EngineError as error:
@@ -80,11 +81,23 @@ def act(request: HttpRequest, key: str, name: str) -> HttpResponse:
         done = {
             "park": "Parked",
             "resume": "Its next turn goes on from what is saved",
-            "migrate": "Moved",
+            "migrate": came,
             "delete": "Deleted",
         }
         messages.success(request, f"{done[name]}.")
     return redirect("sessions") if name == "delete" else redirect("session", key=key)
+
+
+def _moved(request: HttpRequest, key: str) -> str:
+    """What came of the move, as a sentence without its stop."""
+    target = request.POST.get("engine", "")
+    before = async_to_sync(lifecycle.inspected)(_scope(request), key)
+    after = async_to_sync(lifecycle.migrate)(_scope(request), key, target)
+    if {holder.endpoint.name for holder in before.holders} == {target}:
+        return f"It is at {target} already, and its next turn goes on there"
+    if target in {holder.endpoint.name for holder in after.holders}:
+        return f"Moved to {target}"
+    return f"Its next turn goes on at {target}"
 
 
 def _scope(request: HttpRequest) -> str | None:
@@ -109,4 +122,7 @@ def _row(view: SessionView) -> dict[str, Any]:
 
 
 def _engine_names(view: SessionView) -> list[str]:
-    return [endpoint.name for endpoint in serving_engines(view.detail.model_name)]
+    """Where it can be moved to: not where all of it is, unless a person wants it elsewhere by now."""
+    held = {holder.endpoint.name for holder in view.holders}
+    here = held if len(held) == 1 and view.detail.wanted_engine_name in ("", *held) else set()
+    return [endpoint.name for endpoint in serving_engines(view.detail.model_name) if endpoint.name not in here]

@@ -14,13 +14,14 @@ from django.test import AsyncClient
 from django.utils import timezone
 
 from engines.client import close_client_session
-from engines.models import Store
+from engines.models import Engine, Store
 from pools.db import in_db
 from sessions import services
 from sessions.choices import ChatSource
 from sessions.identity import Identity
 from sessions.models import ChatSession, Snapshot
 from sessions.services import TurnEnd, TurnStart
+from tests.panel.drain_pool import TITLES, drain_pool
 from tests.panel.page import SmallPool
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -124,3 +125,38 @@ async def test_an_empty_page_teaches(admin: User, browser: AsyncClient) -> None:
     assert "No session yet" in text
     assert "X-Session-Id: my-first" in text
     assert 'name="viewport"' in text
+
+
+async def test_a_request_that_failed_has_no_figures_that_nobody_counted(
+    admin: User, small_pool: SmallPool, browser: AsyncClient
+) -> None:
+    def failed() -> str:
+        identity = Identity.for_user(admin.pk, "Too long")
+        turn = services.begin_turn(
+            TurnStart(uuid.uuid4(), identity, ChatSource.PLAYGROUND, "Too long", "tiny", small_pool.engine.pk)
+        )
+        services.end_turn(turn, TurnEnd("failed", small_pool.engine.pk, 1.0, error_code="context_length_exceeded"))
+        return identity.key_hash
+
+    key = await in_db(failed)
+    await browser.aforce_login(admin)
+    text = (await browser.get(f"/sessions/{key}/")).content.decode()
+    assert "context_length_exceeded" in text and "No tokens were counted." in text
+    assert "Prompt 0 tokens" not in text and "First token expected" not in text
+
+
+async def test_a_conversation_is_offered_only_where_it_is_not_and_a_move_to_its_own_engine_says_so(
+    background: None, admin: User, browser: AsyncClient
+) -> None:
+    async with drain_pool() as pool:
+        chat = await in_db(ChatSession.objects.get, title=TITLES[0])
+        await browser.aforce_login(admin)
+        path = f"/sessions/{chat.key_hash}/"
+        text = (await browser.get(path)).content.decode()
+        assert "<option>tiny-boreas-a</option><option>tiny-boreas-b</option>" in text
+        assert "not saved" in text
+        moved = await browser.post(f"{path}migrate/", {"engine": pool.engine.name}, follow=True)
+        assert "It is at tiny-atlas already, and its next turn goes on there." in moved.content.decode()
+        await in_db(Engine.objects.exclude(pk=pool.engine.pk).update, takes_new=False)
+        assert 'title="No other engine serves its model">Move' in (await browser.get(path)).content.decode()
+        await close_client_session()
