@@ -6,6 +6,8 @@ from django.urls import include, path
 from hydra_site import health, joining
 from sessions.api.urls import root_urlpatterns
 
+handler404 = "hydra_site.views.not_found"
+
 urlpatterns = [
     path("v1/health", health.health),
     path("v1/hosts/join", joining.join),

@@ -6,7 +6,11 @@ from django.contrib.auth import views as auth_views
 from django.contrib.auth.decorators import login_required
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.views import defaults
 from django.views.decorators.http import require_safe
+
+from sessions.api.answers import error_response
+from sessions.errors import PathUnknown
 
 
 @require_safe
@@ -21,6 +25,13 @@ def dashboard(request: HttpRequest) -> HttpResponse:
 def playground(request: HttpRequest) -> HttpResponse:
     """A conversation with any model of the pool."""
     return render(request, "playground.html", {"page": "playground"})
+
+
+def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """A page for a browser, which says that it wants one; a program gets the API's error, also for addresses of llama.cpp's."""
+    if "text/html" in request.headers.get("Accept", ""):
+        return defaults.page_not_found(request, exception)
+    return error_response(PathUnknown(f"{request.path} is not served."), request)
 
 
 class Login(auth_views.LoginView):

@@ -80,9 +80,18 @@ def test_only_staff_see_the_way_to_the_admin(client: Client, transactional_db: N
 
 
 def test_an_unknown_address_gets_a_page_of_ours(browser: Client) -> None:
-    answer = browser.get("/nowhere/")
+    answer = browser.get("/nowhere/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert answer.status_code == 404
     assert "There is no page at this address." in answer.content.decode()
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", None])
+def test_a_program_that_asks_for_an_unknown_address_gets_the_apis_error(client: Client, accept: str | None) -> None:
+    answer = client.post("/infill", "{}", "application/json", headers={"Accept": accept} if accept else None)
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert (error["message"], error["code"]) == ("/infill is not served.", "path_unknown")
+    assert "/openapi.json" in error["hint"]
 
 
 @pytest.mark.parametrize("template", ["403.html", "404.html", "500.html"])
