@@ -230,7 +230,10 @@ _IN = (
 
         const llama_pos pos_held = cells.seq_pos_max(dest_seq_id);
 
-        llama_batch_allocr balloc(hparams.n_pos_per_embd());
+        // kept: it has room for any batch of all sequences, some hundreds of lists, and only a ubatch is asked of it
+        static thread_local std::map<uint32_t, llama_batch_allocr> ballocs;
+        llama_batch_allocr & balloc =
+            ballocs.try_emplace(hparams.n_pos_per_embd(), hparams.n_pos_per_embd()).first->second;
 """,
     ),
     Change(
