@@ -7,18 +7,12 @@ that no engine is known to hold, one question to the database.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from django.db import Error as DatabaseError
-
-from engines import loading
 from engines.arrival_order import ArrivalOrder
 from engines.errors import EngineError, NoEngineReady
-from engines.services import EngineEndpoint, ready_engines
-from pools.db import in_db_within
+from engines.services import EngineEndpoint
 from pools.router import Routed, route
 from pools.router_plan import Reason
 from pools.router_views import Mode, RequestView, RunMode, SnapshotView
@@ -26,6 +20,7 @@ from sessions.engine_call import EngineCall
 from sessions.errors import PoolBusy
 from sessions.estimates import Estimates
 from sessions.identity import Identity
+from sessions.known_engines import ReadyEngines
 from sessions.move_speeds import MoveSpeeds
 from sessions.pool_watch import PoolWatch
 from sessions.prefix_hints import PrefixHints
@@ -34,13 +29,6 @@ from sessions.services import SessionPlace
 from sessions.session_places import SessionPlaces
 from sessions.split_terms import KvLosses, is_movable, run_mode
 
-# How long an engine that came up may wait for its first request while others serve.
-READY_CACHE_S = 1.0
-MAX_CACHED_MODELS = 256
-# A database that is away or frozen: engines that were ready so lately are asked all the same, and judge themselves.
-OUTAGE_S = 120.0
-DATABASE_PATIENCE_S = 2.0
-FIRST_PATIENCE_S = 10.0
 # What an engine gives a request by itself; waiting, failing over and answering share it.
 REQUEST_BUDGET_S = 1800.0
 # An engine is left out for want of room only where a guess is that much too long; else it judges itself.
@@ -62,76 +50,6 @@ _NO_SPLIT = frozenset(
 )
 # What may keep a request from the form that an operator asked for, and has nothing to do with its length.
 _FORMS = _NO_SPLIT | {Reason.FORCED, Reason.MODE}
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A model's engines as they were asked for at a time (monotonic); with `is_doubted` somebody found one of them gone since."""
-
-    endpoints: list[EngineEndpoint]
-    asked_s: float
-    is_doubted: bool = False
-
-
-class ReadyEngines:
-    """The engines that were ready a moment ago, so that the way of a request to its first token has no database in it.
-
-    Only what serves is remembered: a model without an engine is looked up each time. Whoever finds an engine gone calls
-    `forget` and asks again. The memory is this process's own.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[str | None, _Known] = {}
-        self._times_forgotten = 0
-
-    async def of(self, model_name: str | None) -> list[EngineEndpoint]:
-        """The engines that serve the model (None: the default one), never empty; one is started where none is.
-
-        Raises as `loading.engines_for` does.
-        """
-        known = self._known.get(model_name)
-        if known is not None and not known.is_doubted and time.monotonic() - known.asked_s < READY_CACHE_S:
-            return known.endpoints
-        asked_s, times_forgotten = time.monotonic(), self._times_forgotten
-        try:
-            # Placing a model that nobody serves takes longer than looking up who does.
-            patience_s = DATABASE_PATIENCE_S if _is_usable(known, asked_s) else FIRST_PATIENCE_S
-            endpoints = await in_db_within(patience_s, loading.engines_for, model_name)
-        except DatabaseError as error:
-            # As it is now: somebody may have found one of them gone meanwhile.
-            known = self._known.get(model_name)
-            if known is None or not _is_usable(known, asked_s):
-                raise
-            logger.warning("the database does not answer, going by the engines of before: %s", error)
-            return known.endpoints
-        if len(self._known) >= MAX_CACHED_MODELS:
-            self._known.clear()
-        # An answer that was on its way while somebody found an engine gone may still name that engine.
-        if times_forgotten == self._times_forgotten:
-            self._known[model_name] = _Known(endpoints, asked_s)
-        return endpoints
-
-    async def refresh(self, model_name: str | None) -> list[EngineEndpoint]:
-        """Look the model's engines up though nobody waits for them; none is started. Raises NoEngineReady and DatabaseError."""
-        asked_s, times_forgotten = time.monotonic(), self._times_forgotten
-        endpoints = await in_db_within(DATABASE_PATIENCE_S, ready_engines, model_name)
-        if times_forgotten == self._times_forgotten:
-            self._known[model_name] = _Known(endpoints, asked_s)
-        return endpoints
-
-    def forget(self, gone: EngineEndpoint) -> None:
-        """The next question goes to the database; where that does not answer, to the others that are known."""
-        for model_name, known in list(self._known.items()):
-            others = [one for one in known.endpoints if one.engine_id != gone.engine_id]
-            self._known[model_name] = _Known(others, known.asked_s, is_doubted=True)
-        self._times_forgotten += 1
-
-
-def _is_usable(known: _Known | None, now_s: float) -> bool:
-    """Whether requests may go by it while the database does not answer."""
-    return known is not None and bool(known.endpoints) and now_s - known.asked_s < OUTAGE_S
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from engines.rates_view import EngineRates
 from engines.services import EngineEndpoint
 from pools.db import in_db
 from pools.router_views import LinkView, SnapshotView
-from sessions import dispatch
-from sessions.dispatch import ReadyEngines
+from sessions import known_engines
+from sessions.known_engines import ReadyEngines
 from sessions.rates_board import NETWORK, RatesBoard
 from tests.frozen_table import frozen
 from tests.rows import add_engine, add_model, set_ready
@@ -28,7 +28,7 @@ from tests.synthetic_gguf import SyntheticModel
 async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_when_forgotten(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 600.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 600.0)
 
     def write() -> Engine:
         return add_engine(add_model(tiny_model("llama").path, tmp_path))
@@ -48,7 +48,7 @@ async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_whe
     ready.forget(endpoint)
     assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8081"]
 
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 0.0)
     await in_db(set_ready, engine, 8082)
     assert [found.base_url for found in await ready.of("tiny")] == ["http://127.0.0.1:8082"]
 
@@ -57,7 +57,7 @@ async def test_ready_engines_are_remembered_for_a_moment_and_looked_up_again_whe
 async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before(
     tiny_model: Callable[..., SyntheticModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 0.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 0.0)
 
     def write() -> None:
         variant = add_model(tiny_model("llama").path, tmp_path)
@@ -67,8 +67,8 @@ async def test_a_database_that_hangs_keeps_no_request_from_the_engines_of_before
     await in_db(write)
     ready = ReadyEngines()
     known = await ready.of("tiny")
-    monkeypatch.setattr(dispatch, "DATABASE_PATIENCE_S", 0.05)
-    monkeypatch.setattr(dispatch, "FIRST_PATIENCE_S", 0.05)
+    monkeypatch.setattr(known_engines, "DATABASE_PATIENCE_S", 0.05)
+    monkeypatch.setattr(known_engines, "FIRST_PATIENCE_S", 0.05)
     with frozen("engines_engine"):
         assert await ready.of("tiny") == known
         with pytest.raises(DatabaseError):

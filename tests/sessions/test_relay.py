@@ -15,7 +15,7 @@ from engines.client import close_client_session
 from engines.errors import EngineUnreachable, ModelNotFound
 from engines.models import Engine
 from pools.db import in_db
-from sessions import dialects, dispatch
+from sessions import dialects, known_engines
 from sessions.dialects import CHAT, Dialect
 from sessions.engine_call import EngineCall
 from sessions.errors import EngineRefused
@@ -216,7 +216,7 @@ async def test_a_prompt_that_is_too_long_for_one_engine_goes_to_one_with_a_longe
 async def test_an_engine_that_was_restarted_elsewhere_is_found_there_at_once(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 600.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 600.0)
     async with loopback_engine(streaming(OPENING, ENDING)) as old, loopback_engine(streaming(OPENING, ENDING)) as new:
         await pool(old)
         await (await ask_engine(request(stream=True), ME)).aclose()
@@ -239,7 +239,7 @@ async def test_an_engine_that_was_restarted_elsewhere_is_found_there_at_once(
 async def test_an_engine_that_stops_while_it_is_remembered_hands_over(
     pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 600.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 600.0)
     async with loopback_engine(streaming(OPENING, ENDING)) as port:
         await pool(port)
         await (await ask_engine(request(stream=True), ME)).aclose()

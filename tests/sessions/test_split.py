@@ -15,8 +15,9 @@ from pools.db import in_db
 from pools.models import Model
 from sessions import kv_losses, kv_measuring, kv_probe, split_terms
 from sessions.dialects import CHAT
-from sessions.dispatch import ReadyEngines, Wishes
+from sessions.dispatch import Wishes
 from sessions.identity import Identity, Owner
+from sessions.known_engines import ReadyEngines
 from sessions.models import Handoff, SlotLease, Turn
 from sessions.rates_board import RatesBoard
 from sessions.relay import ask_engine

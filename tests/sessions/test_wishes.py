@@ -17,7 +17,7 @@ from django.db.backends.utils import CursorWrapper
 from engines.client import close_client_session
 from engines.models import Engine
 from pools.db import in_db, in_db_within
-from sessions import dispatch, leases, services, split, turn
+from sessions import known_engines, leases, services, split, turn
 from sessions.dialects import CHAT
 from sessions.identity import Identity, Owner
 from sessions.models import ChatSession, Handoff, SlotLease, Turn
@@ -122,7 +122,7 @@ async def test_a_warm_turn_asks_the_database_once_before_its_engine(
 ) -> None:
     home, _ = two
     # However long all of this takes, what it knows of the engines is not old.
-    monkeypatch.setattr(dispatch, "READY_CACHE_S", 600.0)
+    monkeypatch.setattr(known_engines, "READY_CACHE_S", 600.0)
     await warm(home)
     await ask()
     asked: list[str] = []
