@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model, mo
 
 from engines.api_body import clean_text, validated
 from engines.api_schema import ChatRequest, parse_json_object
-from engines.errors import UnsupportedParameter
+from engines.errors import InvalidRequest, UnsupportedParameter
 
 MAX_PROMPTS = 64
 MAX_CHOICES = 64
@@ -71,7 +71,7 @@ class CompletionRequest(BaseModel):
         for text in (self.suffix or "", *self.texts):
             clean_text(text)
         if self.suffix is not None and len(self.prompts) > 1:
-            raise ValueError("suffix needs a single prompt")
+            raise InvalidRequest("suffix needs a single prompt", param="suffix")
         return self
 
     @property

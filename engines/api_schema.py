@@ -7,13 +7,13 @@ that cannot be honoured yet are refused, never silently dropped.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from engines.api_body import clean_text, validated
-from engines.api_tools import MAX_TOOL_CALLS, FunctionSpec, Tool, ToolCall, bounded_json, checked_tools, chosen_function
+from engines.api_message import Message, ShownImage
+from engines.api_tools import FunctionSpec, Tool, bounded_json, checked_tools, chosen_function
 from engines.errors import InvalidRequest, UnsupportedParameter
 
 MAX_STOPS = 16
@@ -30,107 +30,8 @@ MAX_SCHEMA_NESTING = 64
 UNBOUNDED, LONGEST_WINDOW_TOKENS = -1, 65536
 # Variables that a template gets from the engine, so that a request cannot give them another meaning.
 OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
-ROLES = ("system", "developer", "user", "assistant", "tool")
-# Who may show images: the user, and tools in their results.
-SHOWING_ROLES = ("user", "tool")
 
 _STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class ImageUrl(BaseModel):
-    """An image as OpenAI's clients send it. `detail` is accepted and means nothing: the projector knows one way."""
-
-    model_config = _STRICT
-    url: str
-    detail: str | None = None
-
-
-class ContentPart(BaseModel):
-    """A text, or an image by its address (which must be a data: URI; that is looked at where the image is needed)."""
-
-    model_config = _STRICT
-    type: str
-    text: str | None = None
-    image_url: str | ImageUrl | None = None
-
-    @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> ContentPart:
-        if self.type in ("image_url", "input_image"):
-            if self.image_url is None:
-                raise ValueError(f"a part of type {self.type!r} needs its image_url")
-        elif self.type != "text":
-            raise ValueError(f"content of type {self.type!r} is not served; known are text, image_url and input_image")
-        elif self.text is None:
-            raise ValueError("a part of type 'text' needs its text")
-        else:
-            clean_text(self.text)
-        return self
-
-    @property
-    def url(self) -> str | None:
-        """An image's address; None for a text."""
-        if self.type == "text":
-            return None
-        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
-
-
-@dataclass(frozen=True)
-class ShownImage:
-    """An image of a request, and the message and part of it where it stands."""
-
-    url: str
-    message: int
-    part: int
-
-
-class Message(BaseModel):
-    """One turn's message. `content` may be a string or a list of texts and images; an assistant may have none."""
-
-    model_config = _STRICT
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="after")
-    def _known_role(self) -> Message:
-        if self.role not in ROLES:
-            raise ValueError(f"unknown role {self.role!r}; known are {', '.join(ROLES)}")
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.thoughts)):
-            raise ValueError(f"a message of role {self.role!r} needs content")
-        for text in (self.content, self.name, self.thoughts, self.tool_call_id):
-            if isinstance(text, str):
-                clean_text(text)
-        if self.role not in SHOWING_ROLES and self.urls():
-            raise ValueError(f"a message of role {self.role!r} shows no images; {' and '.join(SHOWING_ROLES)} may")
-        return self
-
-    @property
-    def thoughts(self) -> str | None:
-        return self.reasoning_content if self.reasoning_content is not None else self.reasoning
-
-    def urls(self) -> list[tuple[int, str]]:
-        """The images of the content: index of the part and address."""
-        parts = self.content if isinstance(self.content, list) else []
-        return [(index, part.url) for index, part in enumerate(parts) if part.url is not None]
-
-    def text(self, image: str = "") -> str:
-        """The content as one string, with `image` where one stands; texts are joined by line breaks, as llama.cpp does."""
-        if self.content is None:
-            return ""
-        if isinstance(self.content, str):
-            return self.content
-        pieces: list[str] = []
-        before = ""
-        for part in self.content:
-            if part.type == before == "text":
-                pieces.append("\n")
-            pieces.append(image if part.url is not None else part.text or "")
-            before = part.type
-        return "".join(pieces)
 
 
 class StreamOptions(BaseModel):
@@ -138,7 +39,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-# Fields of llama-server's that are not served, and the values with which they mean nothing.
+# Fields of llama-server's and OpenAI's that are not served, and the values with which they mean nothing.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "dynatemp_range": (0,),
@@ -148,6 +49,7 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "lora": ([],),
+    "web_search_options": (),
 }
 
 
@@ -292,24 +194,24 @@ class ChatRequest(BaseModel):
     def _choice_is_offered(self) -> ChatRequest:
         named = chosen_function(self.tool_choice)
         if (named or self.tool_choice == "required") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if named and named not in self.functions_by_name:
-            raise ValueError(f"tool_choice names {named[:64]!r}, which is none of the tools")
+            raise InvalidRequest(f"tool_choice names {named[:64]!r}, which is none of the tools", param="tool_choice")
         return self
 
     @model_validator(mode="after")
     def _bounded_images(self) -> ChatRequest:
         count = len(self.images())
         if count > MAX_IMAGES:
-            raise ValueError(f"the messages show {count} images; {MAX_IMAGES} are the most")
+            raise InvalidRequest(f"the messages show {count} images; {MAX_IMAGES} are the most", param="messages")
         return self
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         return self
 
     @property
@@ -374,7 +276,7 @@ class ChatRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unserved(cls, values: Any) -> Any:
-        """llama-server's fields that would change the answer and are not served; any other unknown field is ignored."""
+        """Fields of llama-server and OpenAI that change the answer and are not served; any other unknown field is ignored."""
         for name, neutral in _UNSERVED.items():
             value = values.get(name) if isinstance(values, dict) else None
             if value is not None and value not in neutral:
@@ -383,9 +285,10 @@ class ChatRequest(BaseModel):
 
     def refuse_unsupported(self) -> None:
         """Raises UnsupportedParameter for known parameters that would change the answer and are not there yet."""
-        for name, value in (("functions", self.functions), ("audio", self.audio)):
-            if value:
-                raise UnsupportedParameter(f"{name} is not served yet.", param=name)
+        if self.functions:
+            raise UnsupportedParameter("functions is not served.", param="functions", hint="Send them as tools.")
+        if self.audio:
+            raise UnsupportedParameter("audio is not served yet.", param="audio", hint="Leave it out.")
         if self.modalities not in (None, ["text"]):
             raise UnsupportedParameter("Only the modality 'text' is served.", param="modalities")
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engines.api_schema import ChatRequest, Message
+from engines.api_message import Message
+from engines.api_schema import ChatRequest
 from engines.errors import InvalidRequest
 from engines.runtime.llama import Vocabulary
 from engines.runtime.media_projector import Part

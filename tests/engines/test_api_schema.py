@@ -69,9 +69,9 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ({"stop": "x" * 1025}, "stop"),
         ({"logit_bias": {"abc": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
-        ({"top_logprobs": 3}, None),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": "yes"}, "stream"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
@@ -86,8 +86,8 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         ({"tools": [tool("f", parameters=nested(33))]}, "tools"),
         ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, None),
-        ({"tool_choice": "required"}, None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning_effort": "enormous"}, "reasoning_effort"),
         ({"reasoning_format": "xml"}, "reasoning_format"),
         ({"reasoning_field": "thoughts"}, "reasoning_field"),
@@ -107,7 +107,7 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
         (past_call(arguments="{}"), "messages.1.tool_calls.0.function.name"),
     ],
 )
-def test_a_bad_field_is_named(fields: dict[str, Any], param: str | None) -> None:
+def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.http_status, error.param) == (400, param)
 
@@ -117,10 +117,14 @@ def test_a_bad_field_is_named(fields: dict[str, Any], param: str | None) -> None
     [
         {"modalities": ["audio"]},
         {"functions": [{}]},
+        {"audio": {"voice": "alloy"}},
+        {"web_search_options": {}},
     ],
 )
 def test_what_would_change_the_answer_and_is_not_served_is_refused(fields: dict[str, Any]) -> None:
-    assert isinstance(refusal(**fields), UnsupportedParameter)
+    error = refusal(**fields)
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == next(iter(fields))
 
 
 def test_unknown_fields_and_null_values_are_ignored() -> None:

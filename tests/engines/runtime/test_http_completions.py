@@ -109,6 +109,7 @@ def test_log_probabilities_come_in_the_legacy_form(endpoint_engine: EngineProces
         ({"prompt": "a", "echo": True, "logprobs": 1}, "unsupported_parameter", "echo"),
         ({"prompt": "a", "logprobs": 21}, "invalid_request", "logprobs"),
         ({"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix"),
+        ({"prompt": ["a", "b"], "suffix": "c"}, "invalid_request", "suffix"),
         ({"prompt": "a", "temperature": -1}, "invalid_request", "temperature"),
         ({"prompt": "word " * 2000}, "context_length_exceeded", "prompt"),
         ({"prompt": "x" * 500_000}, "context_length_exceeded", "prompt"),
