@@ -36,6 +36,7 @@ LOAD_LEASE_S = DRAIN_DEADLINE_S + 600.0
 TOUCH_EVERY_S = 5.0
 # A form that llama.cpp refused is not tried again and again.
 MISFIT_KEPT_S = 300.0
+EMPTIED = "What could serve it is being emptied; let it serve again in the panel."
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,14 @@ def _refuse_unwanted(wish: LoadWish) -> None:
     if misfit is not None:
         raise ModelDoesNotFit(f"The model {wish.model_name!r} {misfit.last_error}.")
     busy = engines.filter(wanted=Wanted.RUNNING, state__in=[EngineState.FAILED, EngineState.UNHEALTHY])
-    if busy.exists():
-        raise NoEngineReady(said, hint="Its engine failed and is being looked after; the dashboard shows why.")
+    if not busy.exists():
+        return
+    if engines.filter(state=EngineState.READY, takes_new=False).exists():
+        raise NoEngineReady(said, hint=EMPTIED)
+    if not busy.exclude(state=EngineState.FAILED, restarts=0).exists():
+        # engine_rows.hold: a start that was put off is no failure.
+        raise NoEngineReady(said, hint="Its engine waits for what it starts with; the dashboard shows how far that is.")
+    raise NoEngineReady(said, hint="Its engine failed and is being looked after; the dashboard shows why.")
 
 
 # --- placing ------------------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ def _queued_or_refused(
     if is_closed:
         raise NoEngineReady(
             f"No engine serves the model {wish.model_name!r} right now.",
-            hint="What could serve it is being emptied; let it serve again in the panel.",
+            hint=EMPTIED,
         )
     raise ModelDoesNotFit(
         f"The model {wish.model_name!r} does not fit: {refusal.reason}.",

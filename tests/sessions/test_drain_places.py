@@ -110,3 +110,18 @@ def test_an_engine_that_is_started_as_its_host_begins_to_drain_takes_nothing(sec
     assert done["the start"] is (first == "the start")
     engine.refresh_from_db()
     assert (engine.wanted, engine.takes_new) == (("running", False) if done["the start"] else ("stopped", True))
+
+
+def test_who_asks_for_a_model_is_told_what_its_engines_wait_for(second: VariantView) -> None:
+    engine = another_engine(second)
+
+    def hint(**row: object) -> str:
+        Engine.objects.filter(pk=engine.pk).update(wanted="running", state="failed", **row)
+        with pytest.raises(NoEngineReady, match="No engine serves the model 'second'") as refused:
+            loading.want("second")
+        return refused.value.hint or ""
+
+    assert "waits for what it starts with" in hint(restarts=0)
+    assert "failed and is being looked after" in hint(restarts=2)
+    Engine.objects.filter(name="cpu-0").update(variant_id=second.variant_id, takes_new=False)
+    assert hint(restarts=0) == hint(restarts=2) == loading.EMPTIED
