@@ -13,6 +13,7 @@ from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
 from native.kept_candidates import KEPT_CANDIDATES
+from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
 from native.row_blocks import ROW_BLOCKS
 from native.source_change import Change
@@ -126,6 +127,7 @@ CHANGES = (
     *STATE_COPIES,
     *CPU_MASKS,
     *QUANT_TILES,
+    *NIBBLE_TILES,
 )
 
 
