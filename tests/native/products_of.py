@@ -1,5 +1,5 @@
-"""`python -m tests.native.products_of UNUSED OUT.npy`: products of packed 4-bit weights with 4 to 36 tokens, of random numbers, by
-the kernels of the library that LLAMA_CPP_LIB_PATH names, or of the wheel's."""
+"""`python -m tests.native.products_of UNUSED OUT.npy`: products of packed 4-bit weights with 4 to 36 tokens, of random numbers,
+by the kernels of the library that LLAMA_CPP_LIB_PATH names, or of the wheel's."""
 
 from __future__ import annotations
 
