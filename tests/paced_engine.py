@@ -1,7 +1,9 @@
 """Steps that take longer while a test wants that, so that no answer ends before the test has done with it what it is about.
 
-In this process `slow_steps`; in an engine's own `PacedEngine.slowed` (`python -m tests.paced_engine FILE STEP_S --config ...`: as
-long as FILE is there). Everything else is the real engine, at its own speed before and afterwards.
+In this process `slow_steps`; in an engine's own `PacedEngine.slowed` (`python -m tests.paced_engine FILE STEP_S TOKEN_S --config
+...`: as long as FILE is there). With `token_s` each token of a prompt takes so much longer all the time: a tiny model computes a
+prompt about as fast as a store gives it back, and a fast machine computes it faster, where an engine is right to do that.
+Everything else is the real engine, at its own speed before and afterwards.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from typing import Any
 import llama_cpp
 
 from tests.engine_process import EngineProcess
+from tests.slow_card import slowed
 
 STEP_S, STEP_HERE_S = 0.01, 0.005
+# A hundred tokens take ten times as long as the fixed part of a restore.
+PROMPT_TOKEN_S = 0.0004
 
 
 def _slowed(decode: Callable[[Any, Any], int], pause_s: Callable[[], float]) -> Callable[[Any, Any], int]:
@@ -44,10 +49,12 @@ def slow_steps(step_s: float = STEP_HERE_S) -> Iterator[None]:
 class PacedEngine(EngineProcess):
     """An engine that a test may slow down."""
 
-    def __init__(self, folder: Path, model_path: Path, *, step_s: float = STEP_S, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, model_path: Path, *, step_s: float = STEP_S, token_s: float = 0.0, **settings: Any
+    ) -> None:
         super().__init__(folder, model_path, **settings)
         self._pace_path = folder / f"pace-{self.config.port}"
-        self._module = ("tests.paced_engine", str(self._pace_path), str(step_s))
+        self._module = ("tests.paced_engine", str(self._pace_path), str(step_s), str(token_s))
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
@@ -62,6 +69,7 @@ class PacedEngine(EngineProcess):
 if __name__ == "__main__":
     from engines.runtime.__main__ import main
 
-    path, step_s = Path(sys.argv[1]), float(sys.argv[2])
-    llama_cpp.llama_decode = _slowed(llama_cpp.llama_decode, lambda: step_s if path.exists() else 0.0)
-    sys.exit(main(sys.argv[3:]))
+    path, step_s, token_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    prompts_slowed = slowed(llama_cpp.llama_decode, 0.0, token_s)
+    llama_cpp.llama_decode = _slowed(prompts_slowed, lambda: step_s if path.exists() else 0.0)
+    sys.exit(main(sys.argv[4:]))

@@ -23,7 +23,7 @@ from sessions.turn import wait_for_writes
 from tests.engine_process import EngineProcess, free_port
 from tests.engines.store.store_process import StoreProcess, store_on_tmpfs
 from tests.near_ties import logprobs_of
-from tests.paced_engine import PacedEngine
+from tests.paced_engine import PROMPT_TOKEN_S, PacedEngine
 from tests.rows import add_engine, add_model, set_ready
 from tests.sessions.local_client import LocalClient
 from tests.synthetic_gguf import SyntheticModel
@@ -88,9 +88,9 @@ def routed_pool(
     cards: Sequence[tuple[float, float]] = (),
     **settings: Any,
 ) -> Iterator[RoutedPool]:
-    """With `moves` the engines speak the binary protocol, so that conversations can move between them. Engines of a number that
-    is in `others` serve that file of the model. With `cards` they are as slow as these: seconds of a step, and of a prompt's
-    token (`tests.slow_card`)."""
+    """A prompt takes the engines longer than what they have of it in the store. With `moves` they speak the binary protocol, so
+    that conversations can move between them. Engines of a number that is in `others` serve that file of the model. With `cards`
+    they are as slow as these: seconds of a step, and of a prompt's token (`tests.slow_card`)."""
     with ExitStack() as stack:
         pool = RoutedPool(store=stack.enter_context(store_on_tmpfs(folder)))
         assert pool.store is not None
@@ -110,7 +110,7 @@ def routed_pool(
                 card = ("tests.slow_card", *map(str, cards[number]))
                 engine = EngineProcess(folder, path, **{**values, "module": card, **rpc})
             else:
-                engine = PacedEngine(folder, path, **{**values, **SPEEDS[number % 3], **rpc})
+                engine = PacedEngine(folder, path, token_s=PROMPT_TOKEN_S, **{**values, **SPEEDS[number % 3], **rpc})
             pool.engines[f"cpu-{number}"] = stack.enter_context(engine)
         yield pool
 
