@@ -1,4 +1,4 @@
-"""`python -m bench engine|prefix|spec|kv|kv-host|store|park|handoff|pd|placement|router|model`: Hydra measured.
+"""`python -m bench engine|prefix|spec|step|kv|kv-host|store|park|handoff|pd|placement|router|model`: Hydra measured.
 
 The last line is JSON.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import engine, handoff, kv, kv_host, library, park, pd, placement, prefix, router, spec, store
+from bench import engine, handoff, kv, kv_host, library, park, pd, placement, prefix, router, spec, step, store
 from bench.errors import BenchError
 from bench.servers import model_path, setting
 from bench.vocabulary import ROOT
@@ -48,6 +48,7 @@ BENCHES = {
     "engine": Bench(engine, lambda options: engine.run(options, model_path(options.model), _peer(options))),
     "prefix": Bench(prefix, lambda options: prefix.run(options, _peer(options))),
     "spec": Bench(spec, lambda options: spec.run(options, _peer(options))),
+    "step": Bench(step, step.run, has_servers=False),
     "kv": Bench(kv, kv.run, has_servers=False),
     "kv-host": Bench(kv_host, kv_host.run, has_servers=False),
     "store": Bench(store, store.run, has_servers=False),
