@@ -1,13 +1,15 @@
-"""Products of Q4_1 weights with several tokens on a processor: a row of weights is unpacked once for up to four of them.
+"""Products of Q4_1 and Q6_K weights with several tokens on a processor: a row of weights is unpacked once for up to four of them.
 
-llama.cpp has such kernels for most types of weights; of this one it multiplies each row with each token anew, most of whose work
-is to read and unpack the row. Here tiles of four rows and up to four tokens keep their sums in registers. Each sum is made of the
+llama.cpp has such kernels for many types of weights; of these it multiplies each row with each token anew, most of whose work is
+to read and unpack the row. Here tiles of four rows and up to four tokens keep their sums in registers. Each sum is made of the
 same steps in the same order, so results are the same to the bit. What comes next of the weights is asked for ahead, which is
-what a single token waits for. Processors without AVX2, FMA and F16C compute as before.
+what a single token waits for. Processors without AVX2, FMA and F16C compute as before, and Q6_K (`six_bit_tiles`) those without
+AVX-512 VNNI.
 """
 
 from __future__ import annotations
 
+from native.six_bit_tiles import SIX_BIT_TILE
 from native.source_change import Change
 
 _KERNELS = "ggml/src/ggml-cpu/arch/x86/quants.c"
@@ -107,9 +109,20 @@ _ONE_CHUNK = """static void ggml_compute_forward_mul_mat_one_chunk(
 """
 
 _ONE_CHUNK_BY_TILES = """#ifdef GGML_Q4_1_TILES
+static ggml_mul_tile_t ggml_mul_tile_of(const enum ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_1: return ggml_mul_tile_q4_1_q8_1;
+#ifdef GGML_Q6_K_TILES
+        case GGML_TYPE_Q6_K: return ggml_mul_tile_q6_K_q8_K;
+#endif
+        default:             return NULL;
+    }
+}
+
 // The part of a product in which all columns meet the same rows, `wdata` the quantized columns one behind the other.
-static void ggml_compute_forward_mul_mat_tiles_q4_1(
+static void ggml_compute_forward_mul_mat_tiles(
     struct ggml_tensor * dst,
+    const ggml_mul_tile_t mul_tile,
     const char * wdata,
     const size_t row_size,
     const int64_t ir0_start,
@@ -136,7 +149,7 @@ static void ggml_compute_forward_mul_mat_tiles_q4_1(
                 for (int c = 0; c < cols; ++c) {
                     col[c] = wdata + (ir1 + c) * row_size;
                 }
-                ggml_mul_tile_q4_1_q8_1(
+                mul_tile(
                     (int) src0->ne[0], part, (const char *) src0->data + iir0 * src0->nb[1], src0->nb[1], rows, col, cols);
                 for (int c = 0; c < cols; ++c) {
                     const int64_t i3 = (ir1 + c) / (ne2 * ne1);
@@ -186,13 +199,20 @@ QUANT_TILES = (
         "void ggml_vec_dot_mxfp4_q8_0(int n,",
         _TILE + "void ggml_vec_dot_mxfp4_q8_0(int n,",
     ),
+    Change(_KERNELS, "void ggml_vec_dot_iq2_xxs_q8_K(int n,", SIX_BIT_TILE + "void ggml_vec_dot_iq2_xxs_q8_K(int n,"),
     Change(
         _HEADER,
         "void ggml_vec_dot_q4_1_q8_1(int n,",
         """#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define GGML_Q4_1_TILES
 // `rows` rows of weights, `bx` bytes apart, times 1 to 4 columns; s[c] takes the products of column c. All four of `s` are given.
+typedef void (*ggml_mul_tile_t)(
+    int n, float * const * s, const void * vx, size_t bx, int rows, const void * const * vy, int cols);
 void ggml_mul_tile_q4_1_q8_1(int n, float * const * s, const void * vx, size_t bx, int rows, const void * const * vy, int cols);
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
+#define GGML_Q6_K_TILES
+void ggml_mul_tile_q6_K_q8_K(int n, float * const * s, const void * vx, size_t bx, int rows, const void * const * vy, int cols);
+#endif
 #endif
 void ggml_vec_dot_q4_1_q8_1(int n,""",
     ),
@@ -205,8 +225,9 @@ void ggml_vec_dot_q4_1_q8_1(int n,""",
 
     const size_t src1_col_stride =""",
         """#ifdef GGML_Q4_1_TILES
-    if (type == GGML_TYPE_Q4_1 && ne02 == 1 && ne03 == 1 && src1->type != vec_dot_type && ir1_end - ir1_start > 1) {
-        ggml_compute_forward_mul_mat_tiles_q4_1(dst, wdata, row_size, ir0_start, ir0_end, ir1_start, ir1_end);
+    const ggml_mul_tile_t mul_tile = ggml_mul_tile_of(type);
+    if (mul_tile && ne02 == 1 && ne03 == 1 && src1->type != vec_dot_type && ir1_end - ir1_start > 1) {
+        ggml_compute_forward_mul_mat_tiles(dst, mul_tile, wdata, row_size, ir0_start, ir0_end, ir1_start, ir1_end);
         return;
     }
 #endif

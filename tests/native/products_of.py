@@ -1,5 +1,5 @@
-"""`python -m tests.native.products_of UNUSED OUT.npy`: products of packed 4-bit weights with 4 to 36 tokens, of random numbers,
-by the kernels of the library that LLAMA_CPP_LIB_PATH names, or of the wheel's."""
+"""`python -m tests.native.products_of UNUSED OUT.npy`: products of weights of 4 and 6 bits with 1 to 36 tokens, of random
+numbers, by the kernels of the library that LLAMA_CPP_LIB_PATH names, or of the wheel's."""
 
 from __future__ import annotations
 
@@ -48,6 +48,35 @@ def of_256(random: np.random.Generator, values: int, tokens: int, columns: int) 
 KERNELS = {"q4_0_8x8_q8_0": of_32, "iq4_nl_8x8_q8_0": of_32, "q4_K_8x8_q8_K": of_256}
 
 
+def six_bit_products(library: ctypes.CDLL, values: int, tokens: int, columns: int) -> NDArray[np.float32]:
+    """Of Q6_K weights, which are packed for nothing: by tiles where the library has them, else one by one."""
+    random, blocks = np.random.default_rng(0), values // 256
+    weights = random.integers(0, 256, (columns, blocks, 208 + 2), dtype=np.uint8)
+    weights[..., 208:] = halves(random, columns, blocks, 1)
+    quants = random.integers(-127, 128, (tokens, blocks, 256)).astype(np.int8)
+    scales = np.abs(random.normal(0, 0.01, (tokens, blocks, 1))).astype(np.float32)
+    parts = (scales, quants, quants.reshape(tokens, blocks, 16, 16).sum(-1, dtype=np.int16))
+    rows = np.concatenate([p.view(np.uint8).reshape(tokens, blocks, -1) for p in parts], axis=-1)
+    answer = np.zeros((tokens, columns), dtype=np.float32)
+    pointer, size, count = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    if hasattr(library, "ggml_mul_tile_q6_K_q8_K"):
+        tile = library.ggml_mul_tile_q6_K_q8_K
+        tile.restype, tile.argtypes = None, [count, pointer, pointer, size, count, pointer, count]
+        for first in range(0, tokens, 4):
+            some = range(first, min(first + 4, tokens))
+            into = (pointer * 4)(*[answer[token % tokens].ctypes.data for token in range(first, first + 4)])
+            those = (pointer * 4)(*[rows[token].ctypes.data for token in some])
+            tile(values, into, weights.ctypes.data, weights.strides[0], columns, those, len(some))
+        return answer
+    one = library.ggml_vec_dot_q6_K_q8_K
+    one.restype, one.argtypes = None, [count, pointer, size, pointer, size, pointer, size, count]
+    for token in range(tokens):
+        for column in range(columns):
+            place = answer[token, column:].ctypes.data
+            one(values, place, 0, weights[column].ctypes.data, 0, rows[token].ctypes.data, 0, 1)
+    return answer
+
+
 def products(library: ctypes.CDLL) -> NDArray[np.float32]:
     found = []
     for name, made in KERNELS.items():
@@ -59,6 +88,7 @@ def products(library: ctypes.CDLL) -> NDArray[np.float32]:
             answer = np.zeros((tokens, columns), dtype=np.float32)
             kernel(values, answer.ctypes.data, columns, weights.ctypes.data, rows.ctypes.data, tokens, columns)
             found.append(answer.ravel())
+    found += [six_bit_products(library, *sizes).ravel() for sizes in ((256, 1, 5), (1024, 3, 14), (2048, 7, 32))]
     return np.concatenate(found)
 
 

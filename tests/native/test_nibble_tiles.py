@@ -1,4 +1,4 @@
-"""Our build's products of packed 4-bit weights with several tokens against the wheel's: the same bits."""
+"""Our build's products of packed 4-bit weights, and of Q6_K weights, with several tokens against the wheel's: the same bits."""
 
 from __future__ import annotations
 

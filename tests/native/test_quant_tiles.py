@@ -1,4 +1,4 @@
-"""Our build's products of Q4_1 weights against the wheel's: steps of one token, of a few, and of prompts of any length."""
+"""Our build's products of Q4_1 and Q6_K weights against the wheel's: steps of one token, of a few, prompts of any length."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ pytestmark = [
 ]
 
 
-def quantized(source: Path, target: Path) -> Path:
-    """The model with Q4_1 weights."""
+def quantized(source: Path, target: Path, kind: int) -> Path:
+    """The model with weights of that LLAMA_FTYPE, as far as its sizes allow."""
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1, 1
+    params.ftype, params.nthread = kind, 1
     status = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
     assert status == 0
     return target
 
 
-def test_tiles_of_rows_and_tokens_compute_the_same(tmp_path: Path, library: Path) -> None:
+@pytest.mark.parametrize("kind", [llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1, llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K])
+def test_tiles_of_rows_and_tokens_compute_the_same(tmp_path: Path, library: Path, kind: int) -> None:
     write_llama(tmp_path / "m.gguf")
-    model = quantized(tmp_path / "m.gguf", tmp_path / "q4_1.gguf")
+    model = quantized(tmp_path / "m.gguf", tmp_path / "quantized.gguf", kind)
     ours = logits(model, tmp_path / "ours.npy", LLAMA_CPP_LIB_PATH=str(library))
     theirs = logits(model, tmp_path / "theirs.npy")
     assert ours.shape == theirs.shape and theirs.std() > 0.1
