@@ -12,6 +12,7 @@ from pathlib import Path
 from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
+from native.expert_groups import EXPERT_GROUPS
 from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
@@ -128,6 +129,7 @@ CHANGES = (
     *CPU_MASKS,
     *QUANT_TILES,
     *NIBBLE_TILES,
+    *EXPERT_GROUPS,
 )
 
 

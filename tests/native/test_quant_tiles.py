@@ -1,9 +1,10 @@
-"""Our build's products of Q4_1 and Q6_K weights against the wheel's: steps of one token, of a few, prompts of any length."""
+"""Our build's products of Q4_1 and Q6_K weights, and of experts, against the wheel's: steps of a few tokens, and long prompts."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import llama_cpp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.native.test_cell_window import logits
-from tests.synthetic_gguf import write_llama
+from tests.synthetic_gguf import write_llama, write_qwen35moe
 
 pytestmark = [
     pytest.mark.soak,
@@ -29,9 +30,19 @@ def quantized(source: Path, target: Path, kind: int) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", [llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1, llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K])
-def test_tiles_of_rows_and_tokens_compute_the_same(tmp_path: Path, library: Path, kind: int) -> None:
-    write_llama(tmp_path / "m.gguf")
+@pytest.mark.parametrize(
+    ("write", "kind"),
+    [
+        (write_llama, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1),
+        (write_llama, llama_cpp.LLAMA_FTYPE_MOSTLY_Q6_K),
+        # Packed, and tokens that chose the same expert side by side.
+        (write_qwen35moe, llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0),
+    ],
+)
+def test_tiles_of_rows_and_tokens_compute_the_same(
+    tmp_path: Path, library: Path, write: Callable[[Path], None], kind: int
+) -> None:
+    write(tmp_path / "m.gguf")
     model = quantized(tmp_path / "m.gguf", tmp_path / "quantized.gguf", kind)
     ours = logits(model, tmp_path / "ours.npy", LLAMA_CPP_LIB_PATH=str(library))
     theirs = logits(model, tmp_path / "theirs.npy")
