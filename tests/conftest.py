@@ -7,7 +7,6 @@ and a Valkey of its own; what lies outside of those (ports, /dev/shm) a test nam
 from __future__ import annotations
 
 import fcntl
-import inspect
 import json
 import os
 import shutil
@@ -19,12 +18,10 @@ from typing import Any
 import django
 import psycopg
 import pytest
-import pytest_asyncio
 from django.conf import settings
 from hypothesis import HealthCheck
 from hypothesis import settings as examples
 
-from engines.client import close_client_session
 from hydra_site.supervisor.embedded import embedded_servers
 from hydra_site.supervisor.home import Services
 from pools.catalogue import ensure
@@ -77,22 +74,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def official_clients_closed() -> Iterator[None]:
     yield
     close_clients()
-
-
-@pytest_asyncio.fixture
-async def session_of_loop_closed() -> AsyncIterator[None]:
-    yield
-    await close_client_session()
-
-
-@pytest.fixture(autouse=True)
-def sessions_of_loops_closed(request: pytest.FixtureRequest) -> None:
-    """A test with an event loop of its own closes what it spoke to engines with, as a process does before it ends.
-
-    One that is left to the garbage collector warns in whichever test comes then.
-    """
-    if inspect.iscoroutinefunction(getattr(request, "function", None)):
-        request.getfixturevalue("session_of_loop_closed")
 
 
 @pytest.fixture(scope="session")
