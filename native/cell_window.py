@@ -4,13 +4,15 @@ There every row of attention reads the cells of all sequences, up to the last on
 own. Eight prompts of 8,192 tokens read 65,536 cells each, and a mask of 512 rows by 65,536 cells (64 MB) is written, sent to the
 card and read again by every layer; a step of 32 streams looked at 8.4 million cells to write its mask. With these changes the
 graph's view of keys and values starts at the first cell that the step's sequences hold and ends behind their last, and a mask is
-written from one pass over those cells (native/cell_mask.py). The span of a sequence grows with its cells and is forgotten with
-its last one: a beginning that is shared from far away makes it wide, which is slower and never wrong.
+written from one pass over those cells (native/cell_mask.py), or from what has changed (native/followed_masks.py). The span of a
+sequence grows with its cells and is forgotten with its last one: a beginning that is shared from far away makes it wide, which
+is slower and never wrong.
 """
 
 from __future__ import annotations
 
 from native.cell_mask import CELL_MASK
+from native.followed_masks import FOLLOWED_MASKS
 from native.source_change import Change
 
 _CELLS = "src/llama-kv-cells.h"
@@ -94,6 +96,9 @@ _VIEW = (
 """,
         """    uint32_t get_n_kv() const;
     uint32_t get_first_kv() const;
+
+    // whether a mask may be written over the one before (native/followed_masks.py)
+    bool follows_kq_mask() const;
 """,
     ),
     Change(
@@ -112,8 +117,9 @@ _VIEW = (
         _CACHE,
         """ggml_tensor * llama_kv_cache::get_k(ggml_context * ctx, int32_t il, uint32_t n_kv, const slot_info & sinfo) const {
 """,
-        """uint32_t llama_kv_cache::get_first_kv(const slot_info & sinfo, const llama_ubatch & ubatch, int32_t & n_kv) const {
-    switch (model.arch) {
+        """// whether graphs of the architecture read cells through the plain mask and nothing else
+static bool reads_plain_mask(llm_arch arch) {
+    switch (arch) {
         case LLM_ARCH_LLAMA:
         case LLM_ARCH_QWEN2:
         case LLM_ARCH_QWEN2MOE:
@@ -124,11 +130,14 @@ _VIEW = (
         case LLM_ARCH_QWEN35MOE:
         case LLM_ARCH_GEMMA2:
         case LLM_ARCH_GEMMA3:
-            break;
+            return true;
         default:
-            return 0;
+            return false;
     }
-    if (n_stream != 1 || sinfo.n_stream() != 1) {
+}
+
+uint32_t llama_kv_cache::get_first_kv(const slot_info & sinfo, const llama_ubatch & ubatch, int32_t & n_kv) const {
+    if (!reads_plain_mask(model.arch) || n_stream != 1 || sinfo.n_stream() != 1) {
         return 0;
     }
 
@@ -146,8 +155,12 @@ _VIEW = (
         return 0;
     }
 
-    // padded as get_n_kv pads
-    const uint32_t n_pad_cur = std::max(n_pad, 256u);
+    // padded as get_n_kv pads; wide ones by up to 1/32 of them: 32 streams fill 256 cells in 8 steps, and each time the graph is
+    // built and the mask written as a whole
+    uint32_t n_pad_cur = std::max(n_pad, 256u);
+    while (n_pad_cur < 2048 && end - first >= 64*n_pad_cur) {
+        n_pad_cur *= 2;
+    }
 
     first -= first % n_pad_cur;
     end    = std::min<uint32_t>(cells.size(), GGML_PAD(end, n_pad_cur));
@@ -213,6 +226,10 @@ ggml_tensor * llama_kv_cache::get_v(
 uint32_t llama_kv_cache_context::get_first_kv() const {
     return first_kv;
 }
+
+bool llama_kv_cache_context::follows_kq_mask() const {
+    return kv->follows_kq_mask();
+}
 """,
     ),
     Change(
@@ -254,6 +271,12 @@ static bool can_reuse_kq_mask(
 
     res->op_params[0] = (int32_t) mctx->get_first_kv();
 
+    // An output keeps its memory, for masks that are written over the ones before. Of all graphs: where tensors lie is laid out
+    // for the largest one, and holds for those that fit.
+    if (mctx->follows_kq_mask()) {
+        ggml_set_output(res);
+    }
+
     return res;
 }
 
@@ -273,4 +296,4 @@ static bool can_reuse_kq_mask(
     ),
 )
 
-CELL_WINDOW = _BOUNDS + _VIEW + CELL_MASK
+CELL_WINDOW = _BOUNDS + _VIEW + CELL_MASK + FOLLOWED_MASKS

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from native import build_native, llama_source
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A build is named after what it is made of, and made once.
 HOME = ROOT / "build" / "native-soak"
@@ -31,3 +33,10 @@ def library() -> Path:
     ]
     ended = subprocess.run(command, cwd=ROOT, check=True, timeout=1800, stdout=subprocess.PIPE, text=True)
     return Path(json.loads(ended.stdout.splitlines()[-1])["library"])
+
+
+@pytest.fixture(scope="session")
+def tree() -> Path:
+    """The pinned source, changed."""
+    HOME.mkdir(parents=True, exist_ok=True)
+    return build_native._source(None, llama_source.pinned(build_native.REQUIREMENTS), HOME)

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from native import build_native, llama_source
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 EMULATED = Path(__file__).resolve().parent / "emulated"
 pytestmark = [
     pytest.mark.soak,
@@ -30,14 +27,6 @@ REPLACED = (
 MMA = """template <typename D, typename A, typename B> void mma(D & d, const A & a, const B & b) { emulated_mma(d, a, b); }
 }
 """
-
-
-@pytest.fixture(scope="module")
-def tree() -> Path:
-    """The pinned source, changed; the home is that of the other soak tests."""
-    home = ROOT / "build" / "native-soak"
-    home.mkdir(parents=True, exist_ok=True)
-    return build_native._source(None, llama_source.pinned(build_native.REQUIREMENTS), home)
 
 
 def prepare(tree: Path, folder: Path) -> None:
