@@ -37,7 +37,7 @@ WARM_UP_STEPS = 4
 SHOWN_PARTS = 24
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """The beginning of ggml.h's `ggml_tensor`."""
 
     _fields_ = [
@@ -76,11 +76,11 @@ class Watch:
     def _part(self, address: int) -> str | None:
         """The operation and what it works with, the same for all layers; None for one that moves nothing."""
         if address not in self._names:
-            operation = _text("ggml_op_desc", address)
-            weights = _Tensor.from_address(address).src[0]
-            name = _text("ggml_get_name", weights) if weights else ""
+            operation = text_of("ggml_op_desc", address)
+            weights = Tensor.from_address(address).src[0]
+            name = text_of("ggml_get_name", weights) if weights else ""
             if not name.endswith(".weight"):
-                name = _text("ggml_get_name", address)
+                name = text_of("ggml_get_name", address)
             name = re.sub(r"^blk\.\d+\.|\.weight$|-\d+|_l\d+|node_\d+|leaf_\d+| \(.*\)$", "", name)
             self._names[address] = None if operation in VIEWS else f"{operation} {name}".strip()
         return self._names[address]
@@ -90,7 +90,7 @@ class Watch:
         self._names.clear()
 
 
-def _text(function: str, address: int) -> str:
+def text_of(function: str, address: int) -> str:
     raw: bytes = ggml.function(function, ctypes.c_char_p, ctypes.c_void_p)(address)
     return raw.decode("utf-8", "replace")
 

@@ -13,6 +13,7 @@ from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
 from native.expert_groups import EXPERT_GROUPS
+from native.kept_activations import KEPT_ACTIVATIONS
 from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
@@ -21,6 +22,7 @@ from native.source_change import Change
 from native.state_cells import STATE_CELLS
 from native.state_copies import STATE_COPIES
 from native.state_ranges import STATE_RANGES
+from native.states_in_place import STATES_IN_PLACE
 from native.written_states import WRITTEN_STATES
 
 CHANGES = (
@@ -120,6 +122,7 @@ CHANGES = (
         "bool llama_state_seq_queues(void) {\n    return true;\n}\n",
     ),
     *WRITTEN_STATES,
+    *STATES_IN_PLACE,
     *KEPT_CANDIDATES,
     *CELL_WINDOW,
     *ROW_BLOCKS,
@@ -130,6 +133,7 @@ CHANGES = (
     *QUANT_TILES,
     *NIBBLE_TILES,
     *EXPERT_GROUPS,
+    *KEPT_ACTIVATIONS,
 )
 
 

@@ -13,7 +13,7 @@ from tests.native.small_engine import BATCH_TOKENS, SEQUENCES, small_llama
 
 
 def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """What happens: sequences and how many tokens each goes on by, or those that leave."""
+    """What happens: sequences and how many tokens each goes on by, or those that leave, or take over what another one holds."""
     for seq in range(SEQUENCES):
         yield from [("feed", [(seq, 200)])] * 3
     yield from [("feed", [(seq, 1) for seq in range(SEQUENCES)])] * 20
@@ -30,6 +30,11 @@ def steps() -> Iterator[tuple[str, list[tuple[int, int]]]]:
     yield "clear", [(seq, 0) for seq in range(4)]
     # What is left lies at the far end.
     yield from [("feed", [(seq, 1) for seq in range(4, SEQUENCES)])] * 10
+    # Beginnings that two hold until both go on, together or one after the other.
+    yield "share", [(1, 6), (2, 5), (3, 5)]
+    yield from [("feed", [(seq, 1) for seq in (1, 6, 2, 7)])] * 3
+    yield from [("feed", [(seq, 1) for seq in (5, 3)])] * 3
+    yield from [("feed", [(seq, 1) for seq in range(1, SEQUENCES)])] * 5
 
 
 def logits(model: Path) -> np.ndarray:
@@ -44,6 +49,9 @@ def logits(model: Path) -> np.ndarray:
             if kind == "clear":
                 llama.clear(seq)
                 done[seq] = 0
+            elif kind == "share":
+                llama.share(count, seq, done[count])
+                done[seq] = done[count]
             else:
                 tokens = random.integers(1, llama.vocabulary.size - 1, count)
                 batch.add(seq, done[seq], [int(token) for token in tokens], outputs=1)

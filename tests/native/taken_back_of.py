@@ -18,12 +18,14 @@ def logits(model: Path) -> np.ndarray:
     llama = small_llama(model, speculation="auto", draft_tokens=LONGEST)
     random = np.random.default_rng(7)
     done = [0] * STREAMS
+    streams: list[int] = []
     rows: list[np.ndarray] = []
     for step in range(STEPS):
         batch = Batch(BATCH_TOKENS)
-        # First a prompt for each; then steps of one token between longer ones, of some of the streams.
-        count = 20 if step < STREAMS else 1 if step % 3 == 0 else int(random.integers(2, LONGEST + 2))
-        streams = [step] if step < STREAMS else sorted(random.permutation(STREAMS)[: step % STREAMS + 1].tolist())
+        # First a prompt for each; then steps of one token between longer ones, of some of the streams, often the same as before.
+        count = 20 if step < STREAMS else 1 if step % 5 in (0, 3, 4) else int(random.integers(2, LONGEST + 2))
+        if step <= STREAMS or step % 5 in (0, 1):
+            streams = [step] if step < STREAMS else sorted(random.permutation(STREAMS)[: step % STREAMS + 1].tolist())
         for seq in streams:
             tokens = random.integers(1, llama.vocabulary.size - 1, count).tolist()
             batch.add(seq, done[seq], tokens, outputs=min(count, LONGEST + 1))
