@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from engines.ending import FATAL
+from engines.ending import FATAL, TELL_FROM_THE_START
 from engines.errors import LaunchError
 from engines.process import ProcessRecord, end, write_private
 
@@ -31,8 +31,13 @@ LOWEST_PORT = 20_000
 HIGHEST_PORT = 32_000
 _PORT_ATTEMPTS = 200
 
+KEPT_EXIT_CODES = 256
+
 _PROJECT_DIR = Path(__file__).resolve().parent.parent
-_children: dict[int, subprocess.Popen[bytes]] = {}
+
+# By pid and start time, which no other process shares.
+_children: dict[tuple[int, float], subprocess.Popen[bytes]] = {}
+_exit_codes: dict[tuple[int, float], int] = {}
 _children_lock = threading.Lock()
 
 
@@ -82,7 +87,7 @@ def start(place: Place, config: str, *, grace_s: float, environment: Mapping[str
                 stdout=log,
                 stderr=log,
                 cwd=_PROJECT_DIR,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **TELL_FROM_THE_START, **(environment or {})},
                 start_new_session=True,
             )
         record = ProcessRecord.of(child.pid, place.name, argv)
@@ -90,15 +95,24 @@ def start(place: Place, config: str, *, grace_s: float, environment: Mapping[str
     except OSError as error:
         raise LaunchError(f"the process of {place.name} could not be started: {error}") from error
     with _children_lock:
-        _children[child.pid] = child
+        _children[record.pid, record.start_time] = child
     return record
 
 
 def reap() -> None:
     """Collect the exit status of those that this process started and that have ended, so that no zombie stays."""
     with _children_lock:
-        for pid in [pid for pid, child in _children.items() if child.poll() is not None]:
-            del _children[pid]
+        for key in [key for key, child in _children.items() if child.poll() is not None]:
+            _exit_codes[key] = _children.pop(key).returncode
+        while len(_exit_codes) > KEPT_EXIT_CODES:
+            del _exit_codes[next(iter(_exit_codes))]
+
+
+def exit_code(pid: int, start_time: float) -> int | None:
+    """How a process ended that this one started: minus its signal, or what it said. None for others, and while it runs."""
+    reap()
+    with _children_lock:
+        return _exit_codes.get((pid, start_time))
 
 
 def find(place: Place) -> ProcessRecord | None:
@@ -129,15 +143,19 @@ def end_process(place: Place, *, grace_s: float) -> None:
     reap()
 
 
-def last_words(place: Place) -> str:
-    """The last lines of its log, for the row of a process that died."""
+def log_tail(place: Place) -> str:
+    """The end of its log, at most LOG_TAIL_BYTES."""
     try:
         with place.log_file.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES))
-            text = log.read(LOG_TAIL_BYTES).decode(errors="replace")
+            return log.read(LOG_TAIL_BYTES).decode(errors="replace")
     except FileNotFoundError:
         return ""
-    lines = [line for line in text.splitlines() if line.strip()]
+
+
+def last_words(place: Place) -> str:
+    """The last lines of its log, for the row of a process that died."""
+    lines = [line for line in log_tail(place).splitlines() if line.strip()]
     # Behind a failed assertion of llama.cpp, or a fault of native code, there are pages of stack; the first line is what tells.
     for words in (("GGML_ASSERT", "GGML_ABORT"), (FATAL,)):
         if telling := [line for line in lines if any(word in line for word in words)]:

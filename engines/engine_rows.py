@@ -7,6 +7,7 @@ that somebody else was first, which is a normal answer.
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 
 from django.conf import settings
@@ -63,6 +64,7 @@ class EngineTask:
     on_demand: bool = False
     last_error: str = ""
     refusal: str = ""
+    ready_at: datetime | None = None
 
 
 def claim_start(engine_id: int, epoch: int) -> EngineTask | None:
@@ -299,4 +301,5 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
         on_demand=engine.on_demand,
         last_error=engine.last_error,
         refusal=further.refusal,
+        ready_at=engine.ready_at,
     )

@@ -8,8 +8,9 @@ import importlib.metadata
 import json
 import os
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from signal import Signals
 
 import psutil
 
@@ -17,22 +18,30 @@ from engines import detached, native_library
 from engines.config import ConfigInvalid, EngineConfig
 from engines.copy_environment import copy_environment
 from engines.detached import Place, reap
+from engines.ending import fault_of
+from engines.errors import LaunchError
 from engines.http_secret import http_secret
-from engines.process import ProcessRecord
+from engines.native_library import Build
+from engines.process import ProcessRecord, write_private
 
 __all__ = [
     "Launched",
+    "LoadedBuild",
+    "build_for",
     "end_engine",
     "engine_environment",
     "find",
     "fits",
     "has_library",
     "health",
+    "installed_package",
     "last_words",
     "launch",
     "library_environment",
     "library_of",
+    "loaded_build",
     "loaded_share",
+    "native_fault",
     "read_config",
     "reap",
     "trim_log",
@@ -42,6 +51,7 @@ HEALTH_TIMEOUT_S = 2.0
 STOP_GRACE_S = 10.0
 MAX_HEALTH_BYTES = 1 << 16
 RPC_SECRET_BYTES = 32
+LOADED_BUILD = "build.json"
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,21 @@ class Launched:
 
     record: ProcessRecord
     config: EngineConfig
+
+
+@dataclass(frozen=True)
+class LoadedBuild:
+    """Which of this host's builds of llama.cpp a process was told to load ("": the bindings' own library), in which state of that
+    build, for which model's file."""
+
+    pid: int
+    start_time: float
+    key: str
+    built_at: str
+    model: str
+
+    def is_of(self, build: Build) -> bool:
+        return (self.key, self.built_at) == (build.manifest.key, build.manifest.built_at)
 
 
 def launch(config: EngineConfig, directory: Path, card_uuid: str = "") -> Launched:
@@ -66,15 +91,26 @@ def launch(config: EngineConfig, directory: Path, card_uuid: str = "") -> Launch
         rpc_port=detached.free_port(config.host, frozenset({port})),
         rpc_secret=rpc_secret,
     )
-    environment = own_environment(directory, config, card_uuid)
-    record = detached.start(_place(directory), told.to_json(), grace_s=STOP_GRACE_S, environment=environment)
+    home = directory.parent.parent
+    try:
+        with native_library.starting(home):
+            build = build_for(home, config.card_arch, config.model_path)
+            environment = {**_library(build), **_other_environment(card_uuid)}
+            record = detached.start(_place(directory), told.to_json(), grace_s=STOP_GRACE_S, environment=environment)
+            _remember(directory, record, build, config)
+    except OSError as error:
+        raise LaunchError(f"the process of {directory.name} could not be started: {error}") from error
     return Launched(record, told)
 
 
 def own_environment(directory: Path, config: EngineConfig, card_uuid: str) -> dict[str, str]:
     """What an engine's environment has beside its head's."""
-    library = library_environment(directory.parent.parent, config.card_arch)
-    return {**library, **card_environment(card_uuid), **copy_environment()}
+    home = directory.parent.parent
+    return {**library_environment(home, config.card_arch, config.model_path), **_other_environment(card_uuid)}
+
+
+def _other_environment(card_uuid: str) -> dict[str, str]:
+    return {**card_environment(card_uuid), **copy_environment()}
 
 
 def engine_environment(directory: Path, config: EngineConfig, card_uuid: str) -> dict[str, str]:
@@ -90,24 +126,63 @@ def card_environment(card_uuid: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": card_uuid}
 
 
-def library_environment(home: Path, card_arch: str) -> dict[str, str]:
-    """What makes an engine load the llama.cpp that was built on this host for its card ("": for its CPU).
+def library_environment(home: Path, card_arch: str, model: str = "") -> dict[str, str]:
+    """What makes an engine load the llama.cpp that was built on this host for its card ("": for its CPU) and is trusted with its
+    model's file ("": with any).
 
-    Empty where none was built, or where somebody chose one for the head itself: the engine then takes that, or the bindings' own.
+    Empty where there is none, or where somebody chose one for the head itself: the engine then takes that, or the bindings' own.
     """
+    return _library(build_for(home, card_arch, model))
+
+
+def build_for(home: Path, card_arch: str, model: str = "") -> Build | None:
+    """The build that `library_environment` is about; None where that is empty."""
     if os.environ.get(native_library.LIBRARY_VARIABLE):
-        return {}
+        return None
+    package = installed_package()
+    return native_library.choose(home, card_arch or native_library.CPU, package, model) if package else None
+
+
+def installed_package() -> str:
+    """The bindings that are installed here, as manifests name them; "" for none."""
     try:
-        package = f"llama-cpp-python=={importlib.metadata.version('llama-cpp-python')}"
+        return f"llama-cpp-python=={importlib.metadata.version('llama-cpp-python')}"
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    build = native_library.choose(home, card_arch or native_library.CPU, package)
+        return ""
+
+
+def _library(build: Build | None) -> dict[str, str]:
     return {} if build is None else {native_library.LIBRARY_VARIABLE: str(build.library_path)}
 
 
-def has_library(home: Path, card_arch: str) -> bool:
+def has_library(home: Path, card_arch: str, model: str = "") -> bool:
     """Whether an engine on this card gets another llama.cpp than the bindings' own, which has code for none."""
-    return bool(os.environ.get(native_library.LIBRARY_VARIABLE) or library_environment(home, card_arch))
+    return bool(os.environ.get(native_library.LIBRARY_VARIABLE) or library_environment(home, card_arch, model))
+
+
+def _remember(directory: Path, record: ProcessRecord, build: Build | None, config: EngineConfig) -> None:
+    """Write which build the process was told to load: once it has ended, nobody can ask it."""
+    file = directory / LOADED_BUILD
+    if os.environ.get(native_library.LIBRARY_VARIABLE):
+        file.unlink(missing_ok=True)  # nobody's build, and nobody here answers for it
+        return
+    key, built_at = (build.manifest.key, build.manifest.built_at) if build else ("", "")
+    loaded = LoadedBuild(record.pid, record.start_time, key, built_at, config.model_path)
+    write_private(file, json.dumps(asdict(loaded)))
+
+
+def loaded_build(directory: Path, pid: int) -> LoadedBuild | None:
+    """Which build the process `pid` of this directory was told to load; None where nobody knows, or somebody chose a library."""
+    try:
+        loaded = LoadedBuild(**json.loads((directory / LOADED_BUILD).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return loaded if loaded.pid == pid else None
+
+
+def native_fault(directory: Path, loaded: LoadedBuild) -> Signals | None:
+    """Which fault of native code ended this process of the directory; None for any other end, an abort for want of memory too."""
+    return fault_of(detached.exit_code(loaded.pid, loaded.start_time), detached.log_tail(_place(directory)))
 
 
 def library_of(process: ProcessRecord) -> str | None:

@@ -7,14 +7,20 @@ library only, so that the build runs anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import platform
 import re
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engines import build_trust
+from engines.build_trust import Trust
 from engines.cuda_images import CudaImages, capability
 
 CPU = "cpu"
@@ -23,6 +29,9 @@ LIBRARY_VARIABLE = "LLAMA_CPP_LIB_PATH"
 CUDA_LIBRARY = "libggml-cuda.so"
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_BUILDS = 256
+# Held by whoever starts an engine, from choosing its build until its process names it; and by whoever removes builds.
+LOCK = ".starts.lock"
+LOCK_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,10 @@ class Build:
     def library_path(self) -> Path:
         return self.folder / "lib"
 
+    @property
+    def trust(self) -> Trust:
+        return build_trust.read(self.folder)
+
 
 def images_of(names: tuple[str, ...]) -> CudaImages:
     """The images that names such as sm_86, sm_120a and compute_90 stand for; others are left out."""
@@ -105,18 +118,55 @@ def builds(home: Path) -> list[Build]:
     return sorted(found, key=lambda build: build.manifest.built_at, reverse=True)
 
 
-def choose(home: Path, arch: str, package: str) -> Build | None:
-    """The newest build here that fits the device, the installed bindings and this machine's CPU; None if there is none.
+def fitting(home: Path, arch: str, package: str) -> list[Build]:
+    """The builds here that fit the device, the installed bindings and this machine's CPU, newest first.
 
     Bindings of another version describe other structures, and a library compiled for another CPU stops at its first instruction
     that this one lacks.
     """
     cpu = cpu_digest()
-    for build in builds(home):
-        manifest = build.manifest
-        if manifest.package == package and manifest.cpu_sha256 == cpu and manifest.fits(arch):
-            return build
-    return None
+    found = (build for build in builds(home) if (build.manifest.package, build.manifest.cpu_sha256) == (package, cpu))
+    return [build for build in found if build.manifest.fits(arch)]
+
+
+def choose(home: Path, arch: str, package: str, model: str = "") -> Build | None:
+    """The newest build that fits and is trusted with this model (its file's path; "": any); None if there is none.
+
+    A CPU has the bindings' own library to fall back on. A card has nothing else, so what crashed only other models is tried there
+    before its engine is refused.
+    """
+    found = fitting(home, arch, package)
+    chosen = next((build for build in found if build.trust.serves(model)), None)
+    if chosen is None and capability(arch) is not None:
+        chosen = next((build for build in found if model not in build.trust.given_up_for), None)
+    return chosen
+
+
+@contextlib.contextmanager
+def starting(home: Path) -> Iterator[None]:
+    """No build is removed meanwhile. Nothing to hold where there is none. Raises OSError."""
+    if not home.joinpath(FOLDER).is_dir():
+        yield
+        return
+    with home.joinpath(FOLDER, LOCK).open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        yield
+
+
+@contextlib.contextmanager
+def removing(home: Path) -> Iterator[None]:
+    """No engine is started meanwhile. Raises TimeoutError while one is for longer than LOCK_WAIT_S, OSError."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    with home.joinpath(FOLDER, LOCK).open("w") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("engines are being started all the time") from None
+                time.sleep(0.1)
+        yield
 
 
 def cpu_digest(cpuinfo: str | None = None) -> str:

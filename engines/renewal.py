@@ -15,10 +15,11 @@ from django.conf import settings
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from engines import draining, engine_rows, launch, services
+from engines import draining, engine_rows, launch, native_faults, services
 from engines.choices import EngineState, Wanted
 from engines.engine_rows import EngineTask
 from engines.models import Engine
+from engines.native_library import builds
 from pools import jobs
 from pools.choices import OPEN_JOBS, JobState
 
@@ -51,34 +52,41 @@ def renew_idle(host_name: str) -> int:
 
 
 def is_outdated(task: EngineTask) -> bool:
-    """Whether its process was started with another library than it would be now."""
-    wanted = launch.library_environment(Path(settings.HYDRA_HOME), task.config.card_arch)
+    """Whether a start would give it a newer library than its process has. Not where that one crashed engines, and not an older
+    one: what it runs with serves it well."""
+    home = Path(settings.HYDRA_HOME)
+    wanted = launch.build_for(home, task.config.card_arch, task.config.model_path)
     process = launch.find(task.directory)
-    if not wanted or process is None:
+    if wanted is None or process is None:
         return False
     loaded = launch.library_of(process)
-    return loaded is not None and loaded not in wanted.values()
+    if loaded is None or loaded == str(wanted.library_path):
+        return False
+    of_loaded = next((build for build in builds(home) if loaded == str(build.library_path)), None)
+    return of_loaded is None or of_loaded.manifest.built_at < wanted.manifest.built_at
 
 
 def waits_for_library(task: EngineTask) -> bool:
-    """Whether the engine's card cannot be used before its llama.cpp is built. Then its row says how that stands, and the start is
-    over; it is tried again by itself.
+    """Whether the engine's card cannot be used before its llama.cpp is built, or built again. Then its row says how that stands,
+    and the start is over; it is tried again by itself.
 
     False too where nobody asked for a build: the engine then tells what to do.
     """
     arch = task.config.card_arch
-    if not arch or launch.has_library(Path(settings.HYDRA_HOME), arch):
+    home = Path(settings.HYDRA_HOME)
+    if not arch or launch.has_library(home, arch, task.config.model_path):
         return False
     job = jobs.newest_build(settings.HYDRA_HOST_NAME, arch)
-    if job is None or job.state == JobState.DONE:
-        return False
-    if job.state in OPEN_JOBS:
+    crashed = native_faults.refusal(home, arch)
+    said = crashed
+    if job is not None and job.state in OPEN_JOBS:
         said = f"llama.cpp is being built for its card, which is {arch} (job {job.id})"
-    else:
-        why = f"{job.message or job.state} {job.hint}".strip()
-        said = f"there is no llama.cpp for its card, which is {arch}, and building one (job {job.id}) ended: {why}"
-    engine_rows.hold(task.engine_id, task.epoch, said)
-    return True
+    elif job is not None and job.state != JobState.DONE:
+        why = f"building one (job {job.id}) ended: {f'{job.message or job.state} {job.hint}'.strip()}"
+        said = f"{crashed}; {why}" if crashed else f"there is no llama.cpp for its card, which is {arch}, and {why}"
+    if said:
+        engine_rows.hold(task.engine_id, task.epoch, said)
+    return bool(said)
 
 
 def _loses_nothing(task: EngineTask) -> bool:

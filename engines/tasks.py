@@ -19,6 +19,7 @@ from engines import (
     loading,
     loading_exact,
     missing_files,
+    native_faults,
     renewal,
     services,
     store_rows,
@@ -123,6 +124,7 @@ def probe_host(host_name: str) -> None:
         services.reconcile(host_name, leaving.idle_engines())
         draining.unload_idle(host_name)
         renewal.renew_idle(host_name)
+        native_faults.tell_of_builds(host_name)
         inventory = pulse.current_inventory()
         pools.record_probe(host_name, inventory.host, inventory.gpus, inventory.unreadable)
     finally:

@@ -6,7 +6,7 @@ Each look is a whole one, so a lost or doubled look does no harm. It never start
 import logging
 from pathlib import Path
 
-from engines import engine_rows, launch
+from engines import engine_rows, launch, native_faults
 from engines.choices import LIVE, TERMINAL, EngineState, Wanted
 from engines.engine_rows import EngineTask
 from engines.process import START_TIME_TOLERANCE_S, ProcessRecord
@@ -60,10 +60,9 @@ def _without_process(task: EngineTask, *, after_restart: bool) -> None:
     if task.state == EngineState.STOPPING or (after_restart and task.state in LIVE):
         engine_rows.mark_stopped(task.engine_id, [task.state])
     elif task.state in LIVE and task.pid is not None:
-        words = launch.last_words(task.directory)
-        engine_rows.mark_failed(
-            task.engine_id, task.epoch, f"its process ended\n{words}" if words else "its process ended"
-        )
+        # Noted before anybody may start it again, which is once it is failed.
+        said = ("its process ended", launch.last_words(task.directory), native_faults.note_end(task))
+        engine_rows.mark_failed(task.engine_id, task.epoch, "\n".join(filter(None, said)))
     # Starting without a process yet: the start task is between its claim and its launch; reconcile bounds that.
 
 
@@ -100,7 +99,8 @@ def _check_health(task: EngineTask, process: ProcessRecord) -> None:
         return
     answer = launch.health(task.http_port, task.config.host)
     if answer == "ok":
-        engine_rows.mark_ready(task.engine_id, process.pid)
+        if engine_rows.mark_ready(task.engine_id, process.pid):
+            native_faults.note_ready(task, process.pid)
     elif answer == "loading" and task.state == EngineState.STARTING:
         share = launch.loaded_share(task.http_port, task.config.host)
         if share is not None:

@@ -113,6 +113,9 @@ def build_warnings(
             yield Attention(
                 "warning", f"llama.cpp for {build.subject} on {host.name}", f"was not built: {said[-1]}", hint
             )
+        elif build.message:
+            # Its engines crashed with it; engines/native_faults.py says so.
+            yield Attention("warning", f"llama.cpp for {build.subject} on {host.name}", f"{build.message}.", build.hint)
         elif build.result.get("built") != "before":
             for engine in running:
                 if _came_before(engine, build, host):

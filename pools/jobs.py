@@ -5,6 +5,7 @@ sweep sends again what is due. Times and ages are the database's.
 """
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
@@ -185,6 +186,26 @@ def ended_builds() -> tuple[JobView, ...]:
     builds = Job.objects.select_related("host").filter(kind=JobKind.BUILD)
     newest = builds.order_by("host_id", "subject", "-pk").distinct("host_id", "subject")
     return tuple(_view(job) for job in newest if job.state in (JobState.DONE, JobState.FAILED))
+
+
+def tell_of_builds(host_name: str, told: Mapping[str, tuple[Collection[str], str, str]]) -> None:
+    """Have jobs that built something tell what became of it since: message and hint for each library that is not well, by its
+    folder, with the architectures that it is for. All others are well, or were built again."""
+    done = Job.objects.filter(host__name=host_name, kind=JobKind.BUILD, state=JobState.DONE)
+    done = done if told else done.exclude(message="", hint="")
+    for pk, subject, result, *now in done.values_list("pk", "subject", "result", "message", "hint")[:SHOWN_JOBS]:
+        # A job with several libraries names its last one.
+        own = [
+            (message, hint)
+            for library, (archs, message, hint) in told.items()
+            if library == result.get("library") or set(archs) < set(subject.split())
+        ]
+        message, hint = own[0] if own else ("", "")
+        changed = {"message": message[-MAX_MESSAGE_CHARS:], "hint": hint[:500]}
+        if list(changed.values()) != now:
+            with transaction.atomic():
+                Job.objects.filter(pk=pk, state=JobState.DONE).update(**changed)
+                publish_on_commit("job", pk)
 
 
 def job_views(host_name: str | None = None, *, only_open: bool = False) -> tuple[JobView, ...]:

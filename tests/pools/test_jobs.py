@@ -213,6 +213,34 @@ def test_a_build_becomes_what_the_hosts_engines_load(home: Path, monkeypatch: py
     assert launch.library_environment(home, "") == {"LLAMA_CPP_LIB_PATH": job.result["library"]}
 
 
+def test_what_became_of_a_library_is_told_by_the_job_that_built_it_and_by_no_other(home: Path) -> None:
+    made = {
+        subject: jobs.enqueue("here", JobKind.BUILD, subject) for subject in ("cpu", "sm_60 sm_120", "sm_86", "sm_90")
+    }
+    for job_id in (made["cpu"], made["sm_60 sm_120"], made["sm_86"]):
+        jobs.claim(job_id, "here")
+        jobs.finish(job_id, {"library": f"/lib-{job_id}"})
+    # The second one made two libraries and names the one for sm_120.
+    jobs.tell_of_builds(
+        "here",
+        {
+            f"/lib-{made['cpu']}": (("cpu",), "crashes", "build it again"),
+            "/for-the-p100": (("sm_60",), "crashes too", ""),
+        },
+    )
+    said = {subject: (told(job_id).message, told(job_id).hint) for subject, job_id in made.items()}
+    assert said == {
+        "cpu": ("crashes", "build it again"),
+        "sm_60 sm_120": ("crashes too", ""),
+        "sm_86": ("", ""),
+        "sm_90": ("", ""),
+    }
+    jobs.tell_of_builds("elsewhere", {})
+    assert told(made["cpu"]).message == "crashes"
+    jobs.tell_of_builds("here", {})
+    assert [told(job_id).message for job_id in made.values()] == [""] * 4
+
+
 def test_a_job_that_is_cancelled_ends_its_process_and_all_that_it_started(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); print('{}', flush=True); time.sleep(600)"
