@@ -36,8 +36,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engines import build_trust
 from engines.native_library import CUDA_LIBRARY, FOLDER, MAX_MANIFEST_BYTES, Manifest, cpu_digest, images_of
-from native import changes, llama_source, toolkits, wheel_toolkit
+from native import changes, llama_source, old_builds, toolkits, wheel_toolkit
 from native.architectures import CPU, ArchitectureUnknown, checked
 from native.build_request import REQUIREMENTS, compiler_line, use_own_tools
 from native.compilation import Report, Wanted, compile_targets, configure, version_line
@@ -101,17 +102,17 @@ def _made(folder: Path) -> Path:
 def build(wanted: Wanted, home: Path, jobs: int, report: Report) -> tuple[Path, Manifest, bool]:
     """The folder of the finished build, its manifest, and whether it was built now. Raises BuildFailed.
 
-    One process at a time builds a key; what a broken build left is taken up again.
+    One process at a time builds a key; what a broken build left is taken up again. One that crashed engines is built anew.
     """
     target = home / FOLDER / wanted.key
     with _alone(_made(home / FOLDER) / f".{wanted.key}.lock"):
-        if (manifest := _manifest(target)) is not None:
+        if (manifest := _manifest(target)) is not None and not build_trust.read(target).is_marked:
             return target, manifest, False
         free_bytes = shutil.disk_usage(home).free
         if free_bytes < NEEDED_BYTES:
             raise BuildFailed(f"a build needs {NEEDED_BYTES >> 30} GiB in {home}; {free_bytes >> 20} MiB are free")
         started = time.monotonic()
-        work = _made(home / FOLDER / f".work-{wanted.key}")
+        work = _work_folder(home / FOLDER / f".work-{wanted.key}", wanted)
         configure(wanted, work, report)
         compile_targets(wanted, work, ["hydra-libraries"], jobs, report)
         report("checking", 0, 1)
@@ -140,10 +141,18 @@ def build(wanted: Wanted, home: Path, jobs: int, report: Report) -> tuple[Path, 
             libraries=_digests(draft / "lib"),
         )
         (draft / "manifest.json").write_text(manifest.to_json())
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(work / "before", ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            target.rename(work / "before")  # in one step: engines may be choosing right now
         draft.rename(target)
         shutil.rmtree(work, ignore_errors=True)
     return target, manifest, True
+
+
+def _work_folder(folder: Path, wanted: Wanted) -> Path:
+    """A folder for object files, which says what they are made of."""
+    (_made(folder) / old_builds.SOURCE_NAME).write_text(wanted.source_sha256)
+    return folder
 
 
 def _check_images(archs: tuple[str, ...], images: tuple[str, ...]) -> None:
@@ -191,11 +200,12 @@ def compile_kernels(
     wanted: Wanted, files: list[str], home: Path, jobs: int, report: Report
 ) -> dict[str, tuple[str, ...]]:
     """Compiles single files of the CUDA backend and says what is inside each. For trying a toolkit out; installs nothing."""
-    work = _made(home / FOLDER / f".kernels-{wanted.key}")
-    configure(wanted, work, report)
     folder = "llama.cpp/ggml/src/ggml-cuda/CMakeFiles/ggml-cuda.dir"
     objects = [f"{folder}/{name}.o" for name in files]
-    compile_targets(wanted, work, objects, jobs, report)
+    with _alone(_made(home / FOLDER) / f".{wanted.key}.lock"):
+        work = _work_folder(home / FOLDER / f".kernels-{wanted.key}", wanted)
+        configure(wanted, work, report)
+        compile_targets(wanted, work, objects, jobs, report)
     return {name: list_images(work / path, wanted.toolkit)[0] for name, path in zip(files, objects, strict=True)}
 
 
@@ -312,6 +322,12 @@ def _all(options: argparse.Namespace, output: Output) -> None:
                 "built": f"in {manifest.build_s:.0f} s" if is_new else "before",
             }
         )
+    if not options.kernels:
+        # A source that somebody named says nothing about what the pinned one's half-done builds are worth.
+        of_source = digest if options.source is None else None
+        removed = old_builds.remove_old(home, {package, options.package}, of_source)
+        if removed and not options.json:
+            output.say({"removed": ", ".join(removed)})
 
 
 def _show_kernels(wanted: Wanted, options: argparse.Namespace, home: Path, output: Output) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from engines import build_trust
 from engines.native_library import builds, choose
 from native import build_native, llama_source
 from native.errors import BuildFailed
@@ -68,6 +70,24 @@ def test_a_build_is_made_once_and_found_by_the_head(tmp_path: Path, source: Path
     (source / "src" / "llama.cpp").write_text('extern "C" int llama_answer() { return 44; }\n')
     assert run(tmp_path, source, "--arch", "cpu")[1][-1]["built"] != "before"
     assert len(builds(tmp_path)) == 2
+    # Of a third one's predecessors only the last one stays.
+    (source / "src" / "llama.cpp").write_text('extern "C" int llama_answer() { return 45; }\n')
+    assert run(tmp_path, source, "--arch", "cpu")[1][-1]["built"] != "before"
+    assert len(builds(tmp_path)) == 2 and not build.folder.exists()
+
+
+def test_a_build_that_crashed_engines_is_made_anew_under_the_same_name(tmp_path: Path, source: Path) -> None:
+    library = run(tmp_path, source, "--arch", "cpu")[1][-1]["library"]
+    (build,) = builds(tmp_path)
+    for number in (1, 2):
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        build_trust.blame(build.folder, build_trust.Fault(at, "SIGSEGV", "1", "model", str(number)))
+    assert choose(tmp_path, "cpu", build_native.PACKAGE) is None
+    told = run(tmp_path, source, "--arch", "cpu")[1][-1]
+    assert told["library"] == library and told["built"] != "before"
+    again = choose(tmp_path, "cpu", build_native.PACKAGE)
+    assert again is not None and again.trust == build_trust.Trust()
+    assert (again.library_path / "libllama.so").is_file()
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(tmp_path: Path, source: Path) -> None:
