@@ -13,6 +13,7 @@ from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
 from native.errors import BuildFailed
 from native.expert_groups import EXPERT_GROUPS
+from native.grouped_experts import GROUPED_EXPERTS
 from native.kept_activations import KEPT_ACTIVATIONS
 from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
@@ -134,6 +135,7 @@ CHANGES = (
     *NIBBLE_TILES,
     *EXPERT_GROUPS,
     *KEPT_ACTIVATIONS,
+    *GROUPED_EXPERTS,
 )
 
 

@@ -61,7 +61,8 @@ inline float float_of(uint16_t bits) {
 }
 struct half {
     uint16_t bits;
-    half(float value = 0.0f) : bits(half_of(value)) {}
+    half() = default;
+    half(float value) : bits(half_of(value)) {}
     operator float() const { return float_of(bits); }
 };
 struct half2 {
@@ -101,6 +102,7 @@ inline unsigned thread_number() { return running; }
 inline void __syncthreads() { of_block.wait(fibers.size()); }
 inline void __threadfence() {}
 inline void ggml_cuda_pdl_sync() {}
+inline void ggml_cuda_pdl_lc() {}
 inline int atomicAdd(int * place, int value) { const int old = *place; *place += value; return old; }
 inline int cudaGetLastError() { return 0; }
 
@@ -127,7 +129,9 @@ void run_kernel(dim3 grid, dim3 block, const std::function<void()> & kernel);
 
 // --- what llama.cpp's host code gives ---------------------------------------------------------------
 
-struct ggml_tensor { int64_t ne[4]; size_t nb[4]; void * data; int32_t op_params[16]; const ggml_tensor * src[5]; };
+struct ggml_tensor {
+    int64_t ne[4]; size_t nb[4]; void * data; int32_t op_params[16]; const ggml_tensor * src[5]; int type; void * buffer;
+};
 inline int32_t ggml_get_op_params_i32(const ggml_tensor * tensor, int i) { return tensor->op_params[i]; }
 #define GGML_CUDA_CC_IS_NVIDIA(cc) ((cc) > 0)
 
@@ -154,6 +158,7 @@ template <typename T> struct ggml_cuda_pool_alloc {
         pool.taken.push_back(ptr);
         return ptr;
     }
+    T * get() { return ptr; }
     ~ggml_cuda_pool_alloc() {
         if (ptr != nullptr) {
             assert(pool.taken.back() == ptr);

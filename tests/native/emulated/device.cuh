@@ -22,8 +22,8 @@
 struct int2 { int x, y; };
 struct int4 { int x, y, z, w; };
 struct nv_bfloat162 { float x, y; };
-struct ggml_cuda_device_info { struct { int cc, warp_size; } devices[1]; };
-inline ggml_cuda_device_info ggml_cuda_info() { return {{{900, WARP_SIZE}}}; }
+struct ggml_cuda_device_info { struct { int cc, warp_size, nsm; } devices[1]; };
+inline ggml_cuda_device_info ggml_cuda_info() { return {{{900, WARP_SIZE, 3}}}; }
 inline int ggml_cuda_get_device() { return 0; }
 inline bool turing_mma_available(int) { return true; }
 inline bool ampere_mma_available(int) { return true; }
@@ -98,10 +98,31 @@ template <int preload> void cp_async_cg_16(unsigned to, const void * from) {
     copies[thread_number()].push_back({to, from});
     memset(dynamic_shared + to, 0xFF, 16); // not a number until it has arrived
 }
-inline void cp_async_wait_all() {
-    for (const auto & each : copies[thread_number()]) { memcpy(dynamic_shared + each.to, each.from, 16); }
-    copies[thread_number()].clear();
+// Copies arrive as late as they may: when all but the last `n` groups are waited for.
+static std::vector<size_t> groups[1024]; // how many copies each has
+inline void emulated_copies_commit() {
+    size_t n = copies[thread_number()].size();
+    for (const size_t each : groups[thread_number()]) { n -= each; }
+    groups[thread_number()].push_back(n);
 }
+inline void emulated_copies_arrive(size_t n_groups) {
+    auto & own = copies[thread_number()];
+    size_t n = 0;
+    for (size_t i = 0; i < n_groups; ++i) { n += groups[thread_number()][i]; }
+    for (size_t i = 0; i < n; ++i) { memcpy(dynamic_shared + own[i].to, own[i].from, 16); }
+    own.erase(own.begin(), own.begin() + n);
+    groups[thread_number()].erase(groups[thread_number()].begin(), groups[thread_number()].begin() + n_groups);
+}
+inline void emulated_copies_wait(size_t n) {
+    const size_t all = groups[thread_number()].size();
+    emulated_copies_arrive(all > n ? all - n : 0);
+}
+inline void cp_async_wait_all() {
+    emulated_copies_commit();
+    emulated_copies_wait(0);
+}
+
+inline void __syncwarp() { of_warp[thread_number()/WARP_SIZE].wait(WARP_SIZE); }
 
 // --- tensor cores -------------------------------------------------------------------------------------
 

@@ -1,0 +1,224 @@
+#include "mmid-grouped.cuh"
+
+#if !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+
+#include "mmid-grouped-kernels.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+
+constexpr int EXPERTS_MAX_PAIRS   = 4096; // of tokens and slots
+constexpr int EXPERTS_MAX_EXPERTS = 4096;
+
+// GGML_CUDA_MMID_GROUPED=TOKENS or TOKENS,FEWEST: up to how many tokens for each expert on average (0: never), and for how many of a
+// step at least. Unset it is for cards that copy into shared memory on their own (sm_80 and newer).
+struct experts_limits {
+    double mean   = 4.0;
+    int    fewest = 9;
+    bool   is_set = false;
+};
+
+static experts_limits experts_limits_of_environment() {
+    experts_limits limits;
+    if (const char * text = getenv("GGML_CUDA_MMID_GROUPED")) {
+        limits.is_set = sscanf(text, "%lf,%d", &limits.mean, &limits.fewest) >= 1;
+        if (!limits.is_set) {
+            GGML_LOG_WARN("%s: GGML_CUDA_MMID_GROUPED is no number: '%s'\n", __func__, text);
+        }
+    }
+    return limits;
+}
+
+static bool experts_know(const ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_MXFP4:
+        case GGML_TYPE_Q2_K:
+        case GGML_TYPE_Q3_K:
+        case GGML_TYPE_Q4_K:
+        case GGML_TYPE_Q5_K:
+        case GGML_TYPE_Q6_K:
+        case GGML_TYPE_IQ2_XXS:
+        case GGML_TYPE_IQ2_XS:
+        case GGML_TYPE_IQ2_S:
+        case GGML_TYPE_IQ3_XXS:
+        case GGML_TYPE_IQ3_S:
+        case GGML_TYPE_IQ1_S:
+        case GGML_TYPE_IQ1_M:
+        case GGML_TYPE_IQ4_NL:
+        case GGML_TYPE_IQ4_XS:
+            return true;
+        default:
+            return false;
+    }
+}
+
+bool ggml_cuda_should_use_mmid_grouped(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, const int cc) {
+    static const experts_limits limits = experts_limits_of_environment();
+
+    const int64_t n_experts = src0->ne[2];
+    const int64_t n_tokens  = dst->ne[2];
+    const int64_t n_pairs   = dst->ne[1]*n_tokens;
+
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc) || (!limits.is_set && cc < GGML_CUDA_CC_AMPERE)) {
+        return false;
+    }
+    if (n_tokens < limits.fewest || n_pairs > limits.mean*n_experts || n_pairs > EXPERTS_MAX_PAIRS || n_experts > EXPERTS_MAX_EXPERTS) {
+        return false;
+    }
+    if (!experts_know(src0->type) || src1->type != GGML_TYPE_F32 || dst->type != GGML_TYPE_F32) {
+        return false;
+    }
+    if (src0->ne[0] % EXPERTS_LANE != 0 || src0->ne[3] != 1 || src1->ne[3] != 1 || src0->nb[2] > INT32_MAX) {
+        return false;
+    }
+    if (src0->nb[0] != ggml_type_size(src0->type) || src0->nb[1] != ggml_row_size(src0->type, src0->ne[0]) ||
+            src0->nb[2] != src0->ne[1]*src0->nb[1] || src1->nb[0] != sizeof(float) || !ggml_is_contiguous(dst)) {
+        return false;
+    }
+    // Products of experts are with a model's weights. What a step computes itself may have padding that others clear.
+    return ggml_backend_buffer_get_usage(src0->buffer) != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+}
+
+// The operands, and the memory that the two kernels of a product share.
+struct experts_operands {
+    const char    * x;
+    const float   * y; // activations, with their strides in floats
+    int64_t         s11, s12;
+    const int32_t * ids;
+    int             ids_stride, n_experts, n_values;
+    float         * dst;
+    ggml_cuda_mm_fusion_args_device fusion;
+};
+
+template <ggml_type type, bool has_gate>
+static void launch_experts(ggml_backend_cuda_context & ctx, const experts_operands & of, experts_shape s) {
+    constexpr int steps = experts_steps<type>();
+    experts_lay_out<type, steps, has_gate>(s);
+
+    ggml_cuda_pool_alloc<int>  plan(ctx.pool(), 4 + (sizeof(experts_item)/sizeof(int) + 1)*s.n_pairs);
+    ggml_cuda_pool_alloc<char> y(ctx.pool(), (size_t) of.n_values/s.ncols*s.y_row_bytes);
+
+    const dim3 n_prepare(1 + (of.n_values + EXPERTS_PREPARE - 1)/EXPERTS_PREPARE, 1, 1);
+    const ggml_cuda_kernel_launch_params prepare(n_prepare, dim3(EXPERTS_PREPARE, 1, 1), 2*of.n_experts*sizeof(int), ctx.stream());
+    ggml_cuda_kernel_launch(experts_prepare, prepare,
+        of.ids, plan.get(), of.n_experts, s.n_pairs, s.n_used, of.ids_stride, experts_item_columns(s),
+        of.y, y.get(), s.ncols, s.n_channels_y, of.n_values, of.s11, of.s12, s.y_row_bytes, experts_in_registers<type>() ? s.lanes : 0);
+
+    const int shared_bytes = EXPERTS_WARPS*2*steps*s.slot_bytes;
+
+    const int id = ctx.device;
+    static int blocks_per_sm[GGML_CUDA_MAX_DEVICES] = {0};
+    static int known_bytes[GGML_CUDA_MAX_DEVICES]   = {0};
+    if (known_bytes[id] != shared_bytes) {
+        GGML_ASSERT(shared_bytes <= 48*1024);
+        CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+            &blocks_per_sm[id], mul_mat_experts<type, has_gate>, EXPERTS_WARPS*WARP_SIZE, shared_bytes));
+        known_bytes[id] = shared_bytes;
+    }
+    const dim3 n_blocks(ggml_cuda_info().devices[id].nsm*std::max(blocks_per_sm[id], 1), 1, 1);
+    const dim3 n_threads(WARP_SIZE, EXPERTS_WARPS, 1);
+    const ggml_cuda_kernel_launch_params params(n_blocks, n_threads, shared_bytes, ctx.stream());
+    ggml_cuda_kernel_launch(mul_mat_experts<type, has_gate>, params,
+        of.x, (const char *) y.get(), (const int *) plan.get(), of.fusion, of.dst, s);
+}
+
+template <bool has_gate>
+static void launch_experts_of(
+        const ggml_type type, ggml_backend_cuda_context & ctx, const experts_operands & of, const experts_shape & s) {
+#define EXPERTS_CASE(type) case type: launch_experts<type, has_gate>(ctx, of, s); break
+    switch (type) {
+        EXPERTS_CASE(GGML_TYPE_Q4_0);
+        EXPERTS_CASE(GGML_TYPE_Q4_1);
+        EXPERTS_CASE(GGML_TYPE_Q5_0);
+        EXPERTS_CASE(GGML_TYPE_Q5_1);
+        EXPERTS_CASE(GGML_TYPE_Q8_0);
+        EXPERTS_CASE(GGML_TYPE_MXFP4);
+        EXPERTS_CASE(GGML_TYPE_Q2_K);
+        EXPERTS_CASE(GGML_TYPE_Q3_K);
+        EXPERTS_CASE(GGML_TYPE_Q4_K);
+        EXPERTS_CASE(GGML_TYPE_Q5_K);
+        EXPERTS_CASE(GGML_TYPE_Q6_K);
+        EXPERTS_CASE(GGML_TYPE_IQ2_XXS);
+        EXPERTS_CASE(GGML_TYPE_IQ2_XS);
+        EXPERTS_CASE(GGML_TYPE_IQ2_S);
+        EXPERTS_CASE(GGML_TYPE_IQ3_XXS);
+        EXPERTS_CASE(GGML_TYPE_IQ3_S);
+        EXPERTS_CASE(GGML_TYPE_IQ1_S);
+        EXPERTS_CASE(GGML_TYPE_IQ1_M);
+        EXPERTS_CASE(GGML_TYPE_IQ4_NL);
+        EXPERTS_CASE(GGML_TYPE_IQ4_XS);
+        default:
+            GGML_ABORT("fatal error");
+    }
+#undef EXPERTS_CASE
+}
+
+void ggml_cuda_mul_mat_id_grouped(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * ids, ggml_tensor * dst,
+        const ggml_cuda_mm_fusion_args_host * fusion) {
+    GGML_ASSERT(ids->type == GGML_TYPE_I32 && ids->nb[0] == sizeof(int32_t));
+    GGML_ASSERT(src1->ne[0] == src0->ne[0] && ids->ne[0] == dst->ne[1] && ids->ne[1] == dst->ne[2] && src1->ne[2] == dst->ne[2]);
+    GGML_ASSERT(dst->ne[0] == src0->ne[1]);
+
+    experts_operands of{};
+    if (fusion) {
+        GGML_ASSERT(!fusion->x_scale && !fusion->gate_scale);
+        for (const ggml_tensor * bias : {fusion->x_bias, fusion->gate_bias}) {
+            GGML_ASSERT(!bias || (bias->type == GGML_TYPE_F32 && ggml_is_contiguous(bias)));
+            GGML_ASSERT(!bias || (bias->ne[0] == src0->ne[1] && bias->ne[1] == src0->ne[2]));
+        }
+        GGML_ASSERT(!fusion->gate || (fusion->gate->type == src0->type && ggml_are_same_stride(fusion->gate, src0)));
+        of.fusion.x_bias    = fusion->x_bias    ? fusion->x_bias->data    : nullptr;
+        of.fusion.gate_bias = fusion->gate_bias ? fusion->gate_bias->data : nullptr;
+        of.fusion.gate      = fusion->gate      ? fusion->gate->data      : nullptr;
+        of.fusion.glu_op    = fusion->glu_op;
+        of.fusion.glu_limit = fusion->glu_limit;
+    }
+
+    experts_shape s{};
+    s.ncols        = (int) src0->ne[0];
+    s.nrows        = (int) src0->ne[1];
+    s.n_used       = (int) dst->ne[1];
+    s.n_channels_y = (int) src1->ne[1];
+    s.row_bytes    = (int) src0->nb[1];
+    s.expert_bytes = (int64_t) src0->nb[2];
+    s.stride_dst   = (int) dst->ne[0];
+    s.n_pairs      = (int) (dst->ne[1]*dst->ne[2]);
+
+    of.x          = (const char *) src0->data;
+    of.y          = (const float *) src1->data;
+    of.s11        = (int64_t) (src1->nb[1]/sizeof(float));
+    of.s12        = (int64_t) (src1->nb[2]/sizeof(float));
+    of.ids        = (const int32_t *) ids->data;
+    of.ids_stride = (int) (ids->nb[1]/sizeof(int32_t));
+    of.n_experts  = (int) src0->ne[2];
+    of.n_values   = (int) (src1->ne[0]*src1->ne[1]*src1->ne[2]);
+    of.dst        = (float *) dst->data;
+
+    if (of.fusion.gate) {
+        launch_experts_of<true>(src0->type, ctx, of, s);
+    } else {
+        launch_experts_of<false>(src0->type, ctx, of, s);
+    }
+}
+
+#else
+
+bool ggml_cuda_should_use_mmid_grouped(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, const int cc) {
+    GGML_UNUSED_VARS(src0, src1, dst, cc);
+    return false;
+}
+
+void ggml_cuda_mul_mat_id_grouped(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * ids, ggml_tensor * dst,
+        const ggml_cuda_mm_fusion_args_host * fusion) {
+    GGML_UNUSED_VARS(ctx, src0, src1, ids, dst, fusion);
+    GGML_ABORT("not built");
+}
+
+#endif // !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)

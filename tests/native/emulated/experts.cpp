@@ -1,0 +1,70 @@
+// The product of experts that the host's side of a build starts, with its kernels on emulated threads. The sources are those of
+// native/cuda; tests/native/test_grouped_experts.py takes out of llama.cpp's what they stand on.
+//
+//   experts < CASES > RESULTS
+//
+// A case, little-endian: int32 type, columns, rows, experts, tokens, slots, rows of activations of a token, with a gate, with
+// biases, bytes of a row; the experts' weights and the gate's, as they lie in a file; biases and the gate's (floats); the ids
+// [tokens][slots] (int32); activations [tokens][rows of them][columns] (floats). Its result: whether the product takes this way
+// (int32), then floats [tokens][slots][rows].
+
+#include "quants.cuh"
+#include "fibers.h"
+
+#include "types.h"
+
+#include "mmid-grouped.cu"
+
+template <typename T> static std::vector<T> read(size_t n) {
+    std::vector<T> all(n);
+    if (fread(all.data(), sizeof(T), n, stdin) != n) { abort(); }
+    return all;
+}
+
+// Weights as a card has them: from a multiple of 256 bytes on. Behind them there is nothing but the rest of 16 bytes.
+struct weights {
+    void * place;
+    explicit weights(size_t bytes) : place(aligned_alloc(256, (bytes + 255)/256*256)) {
+        memset(place, 0xFF, (bytes + 255)/256*256);
+        if (fread(place, 1, bytes, stdin) != bytes) { abort(); }
+    }
+    ~weights() { free(place); }
+};
+
+int main() {
+    for (int c; (c = getchar()) != EOF;) {
+        ungetc(c, stdin);
+        const auto shape = read<int>(10);
+        const int ncols = shape[1], nrows = shape[2], experts = shape[3], tokens = shape[4], slots = shape[5], channels = shape[6];
+        const size_t row_bytes = shape[9], bytes = row_bytes*nrows*experts;
+        weights x(bytes), gate(shape[7] ? bytes : 0);
+        auto x_bias = read<float>(shape[8] ? nrows*experts : 0), gate_bias = read<float>(x_bias.size());
+        auto ids = read<int>(tokens*slots);
+        auto y = read<float>(size_t(tokens)*channels*ncols);
+        std::vector<float> out(size_t(tokens)*slots*nrows, NAN);
+
+        const size_t type_size = row_bytes/(ncols/type_elements((ggml_type) shape[0]));
+        ggml_tensor X{{ncols, nrows, experts, 1}, {type_size, row_bytes, row_bytes*nrows, 0}, x.place}, G = X, B{{nrows, experts}}, C = B;
+        ggml_tensor Y{{ncols, channels, tokens, 1}, {4, 4ul*ncols, 4ul*ncols*channels, 0}, y.data()};
+        ggml_tensor I{{slots, tokens, 1, 1}, {4, 4ul*slots, 0, 0}, ids.data()}, D{{nrows, slots, tokens, 1}, {}, out.data()};
+        X.type = G.type = shape[0];
+        Y.type = D.type = B.type = C.type = GGML_TYPE_F32;
+        I.type = GGML_TYPE_I32;
+        G.data = gate.place, B.data = x_bias.data(), C.data = gate_bias.data();
+
+        ggml_cuda_mm_fusion_args_host fusion{};
+        fusion.glu_op = GGML_GLU_OP_SWIGLU;
+        if (shape[7]) { fusion.gate = &G; }
+        if (shape[8]) { fusion.x_bias = &B; }
+        if (shape[7] && shape[8]) { fusion.gate_bias = &C; }
+
+        memset(dynamic_shared, 0xFF, sizeof(dynamic_shared)); // not numbers
+        const int takes = ggml_cuda_should_use_mmid_grouped(&X, &Y, &D, 900);
+        if (takes) {
+            ggml_backend_cuda_context ctx;
+            ggml_cuda_mul_mat_id_grouped(ctx, &X, &Y, &I, &D, shape[7] || shape[8] ? &fusion : nullptr);
+        }
+        fwrite(&takes, sizeof(takes), 1, stdout);
+        fwrite(out.data(), sizeof(float), out.size(), stdout);
+    }
+}
