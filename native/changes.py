@@ -19,6 +19,7 @@ from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
 from native.row_blocks import ROW_BLOCKS
+from native.short_rows import SHORT_ROWS
 from native.source_change import Change
 from native.state_cells import STATE_CELLS
 from native.state_copies import STATE_COPIES
@@ -136,6 +137,7 @@ CHANGES = (
     *EXPERT_GROUPS,
     *KEPT_ACTIVATIONS,
     *GROUPED_EXPERTS,
+    *SHORT_ROWS,
 )
 
 
