@@ -9,7 +9,8 @@ almost empty, and their loads do not fill the card's memory. Two kernels do it h
   card record it.
 * The other's warps share the rows of all chosen experts evenly, whatever was chosen. Each copies its rows into shared memory a stage
   ahead (4.6 KB of Q4_0, 16 warps on an SM: 74 KB under way, of which an H200 needs about 40) and multiplies them with up to three
-  tokens' activations that stay in its registers; up to six tokens share one reading. Experts without tokens cost nothing.
+  tokens' activations that stay in its registers, or with all tokens by threes: they share one reading (of rows of up to 2048
+  weights; of longer ones up to three do). Experts without tokens cost nothing.
 
 Gate, up and the GLU between them become one, and biases are added, as in steps of up to 8 tokens. Q4_0, Q8_0 and Q4_K have products of
 their own, with words of 16 bytes instead of the 2 that MMVQ loads at a time; the other types take MMVQ's. A token's results have the

@@ -29,16 +29,33 @@ static __device__ __forceinline__ void experts_copies_wait() {
 struct experts_place {
     int item, group, section;
 
-    __device__ __forceinline__ void advance(const experts_shape & s) {
+    __device__ __forceinline__ bool is(const experts_place & other) const {
+        return item == other.item && group == other.group && section == other.section;
+    }
+
+    __device__ __forceinline__ void advance(const experts_shape & s, const experts_item * items) {
         if (++section == s.n_sections) {
             section = 0;
             if (++group == s.n_groups) {
                 group = 0;
-                ++item;
+                item += items[item].parts;
             }
         }
     }
 };
+
+// The first group from a position among all items' groups on. Of an expert with several parts each group counts as often.
+static __device__ __forceinline__ experts_place experts_at(
+        const experts_item * items, const int n_items, const experts_shape & s, const int position) {
+    const int i = position/s.n_groups;
+    if (i >= n_items) {
+        return {n_items, 0, 0};
+    }
+    const int parts = items[i].parts;
+    const int item  = i - items[i].part;
+    const int group = (position - item*s.n_groups + parts - 1)/parts;
+    return group < s.n_groups ? experts_place{item, group, 0} : experts_place{item + parts, 0, 0};
+}
 
 // Where the step's rows begin, from the first expert's first weight on.
 template <int steps, bool has_gate>
@@ -258,26 +275,25 @@ static __global__ void mul_mat_experts(
     const int warp    = blockIdx.x*EXPERTS_WARPS + threadIdx.y;
     const int n_warps = gridDim.x*EXPERTS_WARPS;
     const int64_t n_all = (int64_t) n_items*s.n_groups;
-    const int first = (int) (n_all*warp/n_warps);
-    const int n_stages = ((int) (n_all*(warp + 1)/n_warps) - first)*s.n_sections;
-    if (n_stages == 0) {
+    experts_place place = experts_at(items, n_items, s, (int) (n_all*warp/n_warps));
+    const experts_place stop = experts_at(items, n_items, s, (int) (n_all*(warp + 1)/n_warps));
+    if (place.is(stop)) {
         return;
     }
     const int * pairs = (const int *) (items + s.n_pairs);
     const int stage_bytes = steps*s.slot_bytes;
     char * stages = (char *) experts_stages + threadIdx.y*2*stage_bytes;
 
-    experts_place copied = {first/s.n_groups, first % s.n_groups, 0};
-    experts_place place  = copied;
+    experts_place copied = place;
     experts_columns<steps> columns;
     experts_item item = items[place.item];
     bool is_new = true;
 
     experts_copy<type, steps, has_gate>(x, gate, item.expert, s, copied, stages);
 
-    for (int i = 0; i < n_stages; ++i) {
-        if (i + 1 < n_stages) {
-            copied.advance(s);
+    for (int i = 0; !place.is(stop); ++i) {
+        copied.advance(s, items);
+        if (!copied.is(stop)) {
             experts_copy<type, steps, has_gate>(x, gate, items[copied.item].expert, s, copied, stages + (i + 1) % 2*stage_bytes);
         } else {
             experts_copies_end(); // of nothing: the one before is what is waited for
@@ -306,9 +322,9 @@ static __global__ void mul_mat_experts(
         __syncwarp(); // before the stage is written anew
 
         const int before = place.item;
-        place.advance(s);
+        place.advance(s, items);
         is_new = place.item != before;
-        if (is_new && i + 1 < n_stages) {
+        if (is_new && !place.is(stop)) {
             item = items[place.item];
         }
     }

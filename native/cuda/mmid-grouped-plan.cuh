@@ -11,12 +11,14 @@ constexpr int EXPERTS_SECTION = 2048; // weights of a row that a warp multiplies
 constexpr int EXPERTS_LANE    = 64;   // of which a lane takes so many
 constexpr int EXPERTS_PREPARE = 256;  // threads of the first kernel's CUDA blocks
 
-// Tokens of one expert. A plan: the number of items, three ints of nothing, the items, the pairs sorted by expert.
+// Tokens of one expert. A plan: the number of items, three ints of nothing, the items, the pairs sorted by expert. An expert of many
+// tokens stands there several times, as what it costs: with parts of its tokens, or with all of them and a number for each time.
 struct experts_item {
     int expert;
     int first; // pair
     int count;
-    int unused;
+    short part;
+    short parts;
 };
 
 struct experts_shape {
@@ -38,7 +40,7 @@ struct experts_shape {
 
 static __device__ __forceinline__ void experts_make_plan(
         const int32_t * ids, int * plan, int * shared, const int n_experts, const int n_pairs, const int n_used, const int ids_stride,
-        const int columns) {
+        const int columns, const bool is_whole) {
     const int tid  = threadIdx.x;
     const int lane = tid % WARP_SIZE;
     const int warp = tid / WARP_SIZE;
@@ -85,8 +87,14 @@ static __device__ __forceinline__ void experts_make_plan(
         if (e < n_experts) {
             first[e] = before & 0xFFFF;
             count[e] = 0;
-            for (int c = 0; c < n; c += columns) {
-                items[(before >> 16) + c/columns] = {e, (before & 0xFFFF) + c, n - c < columns ? n - c : columns, 0};
+            const short parts = (n + columns - 1)/columns;
+            for (short part = 0; part < parts; ++part) {
+                const int c = part*columns;
+                if (is_whole) {
+                    items[(before >> 16) + part] = {e, before & 0xFFFF, n, part, parts};
+                } else {
+                    items[(before >> 16) + part] = {e, (before & 0xFFFF) + c, n - c < columns ? n - c : columns, 0, 1};
+                }
             }
         }
         __syncthreads();
@@ -117,14 +125,14 @@ static __device__ __forceinline__ int experts_word(const int block, const int wo
 __launch_bounds__(EXPERTS_PREPARE, 1)
 static __global__ void experts_prepare(
         const int32_t * ids, int * plan, const int n_experts, const int n_pairs, const int n_used, const int ids_stride, const int columns,
-        const float * x, char * y, const int ncols, const int n_channels, const int n_values, const int64_t s11, const int64_t s12,
+        const bool is_whole, const float * x, char * y, const int ncols, const int n_channels, const int n_values, const int64_t s11, const int64_t s12,
         const int y_row_bytes, const int lanes) {
     extern __shared__ int experts_shared[];
 
     ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
     if (blockIdx.x == 0) {
-        experts_make_plan(ids, plan, experts_shared, n_experts, n_pairs, n_used, ids_stride, columns);
+        experts_make_plan(ids, plan, experts_shared, n_experts, n_pairs, n_used, ids_stride, columns, is_whole);
         return;
     }
     const int i = (blockIdx.x - 1)*EXPERTS_PREPARE + threadIdx.x;

@@ -106,7 +106,7 @@ static void launch_experts(ggml_backend_cuda_context & ctx, const experts_operan
     const dim3 n_prepare(1 + (of.n_values + EXPERTS_PREPARE - 1)/EXPERTS_PREPARE, 1, 1);
     const ggml_cuda_kernel_launch_params prepare(n_prepare, dim3(EXPERTS_PREPARE, 1, 1), 2*of.n_experts*sizeof(int), ctx.stream());
     ggml_cuda_kernel_launch(experts_prepare, prepare,
-        of.ids, plan.get(), of.n_experts, s.n_pairs, s.n_used, of.ids_stride, experts_item_columns(s),
+        of.ids, plan.get(), of.n_experts, s.n_pairs, s.n_used, of.ids_stride, experts_item_columns(s), s.n_sections == 1,
         of.y, y.get(), s.ncols, s.n_channels_y, of.n_values, of.s11, of.s12, s.y_row_bytes, experts_in_registers<type>() ? s.lanes : 0);
 
     const int shared_bytes = EXPERTS_WARPS*2*steps*s.slot_bytes;

@@ -12,11 +12,13 @@
 #include "ggml.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <set>
 #include <string>
 #include <thread>
@@ -55,11 +57,15 @@ static std::vector<int32_t> ids_of(const shape & s) {
 // Packed once for a few rows, which all experts repeat from another place on.
 static void set_weights(ggml_tensor * tensor, int salt) {
     const int64_t columns = tensor->ne[0], rows = ggml_nrows(tensor), own = std::min<int64_t>(rows, 1009);
-    sequence random{uint32_t(salt)};
-    std::vector<float> values(columns*own);
-    for (auto & value : values) { value = random.number(); }
-    std::vector<char> packed(ggml_row_size(tensor->type, columns)*own);
-    ggml_quantize_chunk(tensor->type, values.data(), packed.data(), 0, own, columns, nullptr);
+    static std::map<std::array<int64_t, 4>, std::vector<char>> known; // packing takes longer than all else
+    auto & packed = known[{tensor->type, columns, own, salt}];
+    if (packed.empty()) {
+        sequence random{uint32_t(salt)};
+        std::vector<float> values(columns*own);
+        for (auto & value : values) { value = random.number(); }
+        packed.resize(ggml_row_size(tensor->type, columns)*own);
+        ggml_quantize_chunk(tensor->type, values.data(), packed.data(), 0, own, columns, nullptr);
+    }
     for (int64_t row = 0; row < rows; row += own) {
         ggml_backend_tensor_set(tensor, packed.data(), row*tensor->nb[1], std::min(own, rows - row)*tensor->nb[1]);
     }

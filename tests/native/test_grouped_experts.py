@@ -206,6 +206,7 @@ CASES = [
     Case(Q.Q4_0, 512, 64, 6, 64, 2, crowd=0.9),
     Case(Q.Q4_0, 768, 33, 9, 12, 3, channels=3, gate=True),
     Case(Q.Q4_0, 64, 50, 4, 9, 1),
+    Case(Q.Q4_0, 256, 200, 2, 64, 1, gate=True),
     Case(Q.Q4_0, 2112, 9, 8, 11, 4, crowd=1.0),
     Case(Q.Q4_0, 4096, 10, 8, 20, 2, gate=True, few=2),
     Case(Q.Q4_0, 320, 21, 8, 9, 7, bias=True),
