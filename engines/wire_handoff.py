@@ -137,12 +137,15 @@ class BlockHead:
 @dataclass(frozen=True)
 class AdoptedAnswer:
     """`state` is open (pieces are awaited), going (the generation runs here, or the idle state is in its slot) or over. Of the
-    pieces that came `entered` are not needed on the shelf any more. `marks_ms`: when what happened behind the manifest."""
+    pieces that came `entered` are not needed on the shelf any more. `marks_ms`: when what happened behind the manifest. Nothing
+    was tried for `rehearse_rows` yet where it is to be asked for again, once `again_after_tokens` more tokens of all choices
+    together have been written."""
 
     state: str
     tokens: int = 0
     entered: int = 0
     marks_ms: dict[str, float] = field(default_factory=dict)
+    again_after_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from engines.runtime.state_together import begin_together
 Making = asyncio.Task[list[Generation]]
 
 
-def making_of(manifests: Sequence[Manifest], preparation: Preparation, dock: Dock, deadline_at: float) -> Making:
+def making_of(
+    arriving: Sequence[tuple[Adopting, Manifest]], preparation: Preparation, dock: Dock, deadline_at: float
+) -> Making:
     """All choices of the request by their number, none of them begun; beside the core's thread, which has others' tokens to draw
     meanwhile. Whoever has it must hand it to `gone_on` or `unmade`. Raises StateInvalid when they are not what one request
     consists of, and what `resumed` raises."""
-    return asyncio.create_task(dock.in_thread(_made, manifests, preparation, deadline_at), name="handoff-choices")
+    return asyncio.create_task(dock.in_thread(_made, arriving, preparation, deadline_at), name="handoff-choices")
 
 
 async def unmade(making: Making) -> None:
@@ -38,15 +40,16 @@ async def gone_on(arrived: Sequence[tuple[Adopting, Manifest]], making: Making) 
     Raises what `making_of` and `begin_together` raise; then none goes on, and nobody's sampler is left.
     """
     try:
-        for adopting, manifest in arrived:
-            await adopting.require_all(manifest)
+        for adopting, _ in arrived:
+            await adopting.require_all()
         # A cancel must not take along what the thread has made.
         every = await asyncio.shield(making)
         arrived[0][0].mark("made")
         going = {one.choice: one for one in every if one.outcome is None}
         for one in going.values():
             one.marks = arrived[0][0].marks
-        await begin_together(arrived, [going[_state_of(manifest).choice] for _, manifest in arrived])
+        coming = [going[_state_of(manifest).choice] for _, manifest in arrived]
+        await begin_together([adopting for adopting, _ in arrived], coming)
     except BaseException:
         await unmade(making)
         raise
@@ -59,17 +62,19 @@ def _state_of(manifest: Manifest) -> GenerationState:
     return manifest.generation
 
 
-def _made(manifests: Sequence[Manifest], preparation: Preparation, deadline_at: float) -> list[Generation]:
+def _made(
+    arriving: Sequence[tuple[Adopting, Manifest]], preparation: Preparation, deadline_at: float
+) -> list[Generation]:
     """All choices by their number, none of them begun."""
     mailbox, going = Mailbox(), list[Generation]()
     try:
-        for manifest in manifests:
-            state = _state_of(manifest)
-            one = resumed(manifest, preparation.llama, lambda: preparation.compiler, mailbox, deadline_at)
+        for adopting, manifest in arriving:
+            state, rows = _state_of(manifest), adopting.tokens
+            one = resumed(manifest, preparation.llama, lambda: preparation.compiler, mailbox, deadline_at, rows)
             going.append(one)
             text = sent_text(one.tokens[len(one.prompt) :], state.sent_bytes, preparation)
             one.followed, one.continued = True, said_pieces(one.choice, text, state.said)
-        ended = _state_of(manifests[0]).ended
+        ended = _state_of(arriving[0][1]).ended
         every = [*going, *(_ended(choice, going[0], preparation) for choice in ended)]
         every.sort(key=lambda one: one.choice)
         if [one.choice for one in every] != list(range(len(every))):

@@ -124,10 +124,10 @@ class Adopted:
         self.awaited.clear()
         self.adopting.let_go()
 
-    def answer(self) -> AdoptedAnswer:
+    def answer(self, again_after_tokens: int = 0) -> AdoptedAnswer:
         marks = self.adopting.marks
         marks_ms = {} if marks is None or self.body.idle else dict(marks.ms)
-        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered, marks_ms)
+        return AdoptedAnswer(self.state, self.tokens, self.adopting.entered, marks_ms, again_after_tokens)
 
     def unwatch(self) -> None:
         if self.timer is not None:

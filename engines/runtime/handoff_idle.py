@@ -15,7 +15,7 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece, ExportedState
 from engines.runtime.state_forget import forget_moved
 from engines.runtime.state_order import MAX_BLOCK_TOKENS
-from engines.runtime.state_sizes import MIN_BLOCK_TOKENS, moved_block_tokens
+from engines.runtime.state_sizes import MIN_BLOCK_TOKENS, blocks_bytes, moved_block_tokens
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Departure, SlotLook
@@ -62,13 +62,13 @@ class IdleMove:
         await self._sent(state, manifest, way)
         state.left(way.sent_bytes)
         clock.lap("pieces")
-        skipped = sum(piece.size_bytes for piece in manifest.pieces if _is_held(piece, way.held_tokens))
+        held_bytes = blocks_bytes(terms.layout, manifest.before, MAX_BLOCK_TOKENS)
         return HandoffAnswer(
             kind="idle",
-            tokens=len(manifest.tokens),
+            tokens=manifest.count,
             sent_bytes=way.sent_bytes,
-            skipped_bytes=skipped,
-            total_bytes=manifest.total_bytes,
+            skipped_bytes=held_bytes,
+            total_bytes=held_bytes + manifest.total_bytes,
             seconds=clock.seconds,
             pause_ms=0.0,
             pause_steps=0.0,
@@ -81,12 +81,12 @@ class IdleMove:
         pieces, ids = self._in_time(state.pieces(way.prove, paired=way.on_shelf)), state.departure.ids
         if way.on_shelf:
             largest_bytes = max((room_of(self._terms, piece) for piece in state.manifest.pieces), default=0)
-            require_going(await way.send_pieces(manifest, way.held_tokens, pieces, largest_bytes, _at_once, ids))
+            require_going(await way.send_pieces(manifest, pieces, largest_bytes, _at_once, ids))
         else:
             rest = state.manifest.pieces
             now = asyncio.get_running_loop().create_future()
             now.set_result(None)
-            require_going(await way.send_rest(manifest, way.held_tokens, rest, pieces, ADOPT_PATIENCE_S, now))
+            require_going(await way.send_rest(manifest, rest, pieces, ADOPT_PATIENCE_S, now))
 
     async def _in_time(self, pieces: AsyncIterator[ExportedPiece]) -> AsyncIterator[ExportedPiece]:
         async for exported in pieces:
@@ -115,24 +115,22 @@ def piece_tokens(core: EngineCore, terms: SharingTerms, look: SlotLook) -> int:
     return count
 
 
-def _is_held(piece: StatePiece, held_tokens: int) -> bool:
-    return piece.kind == "block" and piece.end <= held_tokens
-
-
 def _planned_for(state: ExportedState, terms: SharingTerms, way: Way) -> Manifest:
-    """The manifest as it is sent; `state` then gives only what the target does not hold, in blocks as they suit it."""
+    """The manifest as it is sent, of what the target does not hold, which is all that `state` then gives; in blocks as they suit
+    it."""
     manifest, held_tokens = state.manifest, way.held_tokens
-    count = len(manifest.tokens)
+    count = manifest.count
     size = max((piece.tokens for piece in manifest.pieces if piece.kind == "block"), default=MAX_BLOCK_TOKENS)
     if not held_tokens and not (way.others_run and size > terms.block_tokens):
         return manifest
     size = min(size, terms.block_tokens) if way.others_run else size
-    held = [(at, min(at + MAX_BLOCK_TOKENS, held_tokens)) for at in range(0, held_tokens, MAX_BLOCK_TOKENS)]
     sent = [(at, min(at + size, count)) for at in range(held_tokens, count, size)]
-    blocks = [StatePiece("block", start, end, terms.layout.block_bytes(end - start)) for start, end in [*held, *sent]]
+    blocks = [StatePiece("block", start, end, terms.layout.block_bytes(end - start)) for start, end in sent]
     others = [piece for piece in manifest.pieces if piece.kind != "block"]
-    state.manifest = replace(manifest, pieces=(*blocks[len(held) :], *others))
-    return replace(manifest, pieces=(*blocks, *others))
+    state.manifest = replace(
+        manifest, tokens=manifest.tokens[held_tokens:], pieces=(*blocks, *others), before=held_tokens
+    )
+    return state.manifest
 
 
 def room_of(terms: SharingTerms, piece: StatePiece) -> int:

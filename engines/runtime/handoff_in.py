@@ -211,7 +211,7 @@ class ArrivingHandoffs:
                 # While its pieces come. Choices that move together are made when the last one is here.
                 running = manifest.generation
                 if running is not None and len(running.moves_with) <= 1:
-                    entry.making = self._making_of([manifest], dock)
+                    entry.making = self._making_of([(entry.adopting, manifest)], dock)
 
             manifest = await take_rest(entry, exchange, dock.arena, begin_making)
             if manifest is not None:
@@ -220,15 +220,15 @@ class ArrivingHandoffs:
             log.info("handoff %s: %d tokens are here", entry.body.handoff, entry.tokens)
         return entry.answer()
 
-    def _making_of(self, manifests: Sequence[Manifest], dock: Dock) -> Making:
+    def _making_of(self, arriving: Sequence[tuple[Adopting, Manifest]], dock: Dock) -> Making:
         deadline_at = time.monotonic() + self._preparation.config.request_deadline_s
-        return making_of(manifests, self._preparation, dock, deadline_at)
+        return making_of(arriving, self._preparation, dock, deadline_at)
 
     async def _go_on(self, entry: Adopted, taken: Adopting, manifest: Manifest, dock: Dock) -> None:
         """All is here. From now on the source may not know whether it was heard, and asks."""
-        entry.tokens, running = len(manifest.tokens), manifest.generation
+        entry.tokens, running = manifest.count, manifest.generation
         if running is None:
-            await taken.finish(manifest)
+            await taken.finish()
             entry.settle(GOING)
             entry.let_go()
             self._metrics.came(idle=True)
@@ -244,7 +244,7 @@ class ArrivingHandoffs:
             return
         arrived = [(one.adopting, one.manifest) for one in coming if one.manifest is not None]
         taken.mark("all_came")
-        making, entry.making = entry.making or self._making_of([one for _, one in arrived], dock), None
+        making, entry.making = entry.making or self._making_of(arrived, dock), None
         generations = await gone_on(arrived, making)
         if entry.state != OPEN:
             for generation in generations:
@@ -278,7 +278,8 @@ class ArrivingHandoffs:
                 if body.reader:
                     await entry.reader.ready()
                 elif body.rehearse_rows:
-                    await rehearse_together([one.adopting for one in entry.together], body.rehearse_rows)
+                    coming = [one.adopting for one in entry.together]
+                    return entry.answer(await rehearse_together(coming, body.rehearse_rows))
                 elif body.wait:
                     await entry.adopting.settled()
         return entry.answer()

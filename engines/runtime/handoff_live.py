@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from engines.errors import (
     DeadlineExceeded,
@@ -32,9 +31,10 @@ from engines.runtime.handoff_way import Way, require_going
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_export import ExportedPiece
 from engines.runtime.state_follow import Leaving
+from engines.runtime.state_sizes import blocks_bytes
 from engines.runtime.state_snapshot import Manifest, require_tellable
 from engines.runtime.state_terms import SharingTerms
-from engines.runtime.state_together import commit_together, stop_together
+from engines.runtime.state_together import LastWord, commit_together, stop_together
 from engines.wire_handoff import AdoptBody, AdoptedAnswer, AskBody, HandoffAnswer, HandoffBody
 
 log = logging.getLogger("hydra.engine.handoff")
@@ -48,6 +48,8 @@ UNHEARD_S, ASK_PATIENCE_S, ASK_PAUSE_S = 10.0, 2.0, 0.2
 # While a prompt is computed: how often is looked for finished blocks, and a target told that there will be more.
 PROMPT_LOOK_S = 0.004
 ALIVE_S = 3.0
+# Of a first step at the target: one that is too early is followed by one that is not.
+MOST_TRIES = 2
 # The mark of a pause's end.
 ANSWERED = "answered"
 
@@ -116,10 +118,7 @@ class LiveMove:
         self._clock.lap("followed")
         await first.way.awaited()
         self._clock.lap("awaited")
-        for member in self._members:
-            await self._follow(member)
-            await self._follow_begun(member)
-        await first.way.rehearse(self._rows_of_step())
+        await self._rehearse(first)
         await self._cleared(self._members)
         self._clock.lap("rehearsed")
         manifests = await stop_together([member.leaving for member in self._members])
@@ -134,20 +133,16 @@ class LiveMove:
     def _answer(
         self, moved: Sequence[tuple[_Member, Manifest]], last: AdoptedAnswer | None, step_s: float
     ) -> HandoffAnswer:
-        held = [
-            piece
-            for member, manifest in moved
-            for piece in manifest.pieces
-            if piece.kind == "block" and piece.end <= member.way.held_tokens
-        ]
+        layout, block_tokens = self._terms.layout, self._terms.block_tokens
+        held_bytes = sum(blocks_bytes(layout, member.way.held_tokens, block_tokens) for member, _ in moved)
         marks_ms = {} if (marks := moved[0][0].leaving.marks) is None else marks.ms
         pause_ms = marks_ms.get(ANSWERED, 0.0)
         return HandoffAnswer(
             kind="live",
-            tokens=sum(len(manifest.tokens) for _, manifest in moved),
+            tokens=sum(manifest.count for _, manifest in moved),
             sent_bytes=sum(member.way.sent_bytes for member in self._members),
-            skipped_bytes=sum(piece.size_bytes for piece in held),
-            total_bytes=sum(manifest.total_bytes for _, manifest in moved),
+            skipped_bytes=held_bytes,
+            total_bytes=sum(member.leaving.sent_bytes + manifest.total_bytes for member, manifest in moved),
             seconds=self._clock.seconds,
             pause_ms=pause_ms,
             pause_steps=round(pause_ms / 1000 / step_s, 3) if step_s else 0.0,
@@ -181,6 +176,29 @@ class LiveMove:
                 raise SessionNotHeld("The request ended before it could move.")
             await asyncio.sleep(PROMPT_LOOK_S)
         self._clock.lap("prompt")
+
+    async def _rehearse(self, first: _Member) -> None:
+        """Returns when hardly anything is left to be sent and the target has tried the first step, behind which the stop follows
+        at once. Where the tokens of that time would make it another one, they are written first."""
+        for _ in range(MOST_TRIES):
+            for member in self._members:
+                await self._follow(member)
+                await self._follow_begun(member)
+            sent = sum(member.leaving.sent_tokens for member in self._members)
+            later = await first.way.rehearse(self._rows_of_step())
+            if not later:
+                return
+            await self._written(sent + later)
+
+    async def _written(self, tokens: int) -> None:
+        """Returns when so many tokens of all choices together have rows, or one of them is at its end."""
+        generations = [member.generation for member in self._members]
+        # The last token of each has none yet.
+        while sum(len(one.tokens) - 1 for one in generations) < tokens:
+            if any(one.cancelled or one.outcome is not None for one in generations) or time.monotonic() > self._until:
+                return
+            await self._alive()
+            await asyncio.sleep(PROMPT_LOOK_S)
 
     def _rows_of_step(self) -> int:
         """As many has this generation's part of a step: its last token, and a draft as they are now."""
@@ -294,7 +312,7 @@ class LiveMove:
         try:
             async with asyncio.timeout(REST_LIMIT_S):
                 for member in moving:
-                    last = _LastWord(telling, moving if member is moving[-1] else ())
+                    last = LastWord(telling, [one.leaving for one in moving] if member is moving[-1] else ())
                     answer = await self._send_rest(member, manifests[member.leaving], last)
                     if member is not moving[-1]:
                         await member.way.settled()
@@ -342,7 +360,7 @@ class LiveMove:
             if way.on_shelf:
                 return await self._place_rest(leaving, way, manifest, pieces, last)
             rest = leaving.unsent_pieces
-            return await way.send_rest(manifest, leaving.sent_tokens, rest, pieces, REST_LIMIT_S, last)
+            return await way.send_rest(manifest, rest, pieces, REST_LIMIT_S, last)
 
     async def _place_rest(
         self,
@@ -361,7 +379,7 @@ class LiveMove:
 
         largest_bytes = max((room_of(self._terms, piece) for piece in rest), default=0)
         await way.make_room(largest_bytes)
-        return await way.send_pieces(manifest, leaving.sent_tokens, pieces, largest_bytes, once_told)
+        return await way.send_pieces(manifest, pieces, largest_bytes, once_told)
 
     async def _goes_on_there(self) -> bool:
         """Asks a target whose answer was lost until it knows; an open move ends by that. One that cannot be reached for so long
@@ -379,16 +397,3 @@ class LiveMove:
             else:
                 return answer.state == "going"
         return False
-
-
-class _LastWord:
-    """Awaited before the last piece leaves: the answer's reader has all that was made here, and no stop that is `held` ends by
-    itself any more."""
-
-    def __init__(self, telling: asyncio.Future[None], held: Sequence[_Member]) -> None:
-        self._telling, self._held = telling, held
-
-    def __await__(self) -> Generator[Any, None, None]:
-        yield from self._telling.__await__()
-        for member in self._held:
-            member.leaving.hold()

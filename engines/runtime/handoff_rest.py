@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from engines.errors import InvalidRequest, StateInvalid
 from engines.rpc_exchange import Exchange
@@ -55,12 +54,11 @@ async def _take_manifest(entry: Adopted, raw: bytes, exchange: Exchange) -> Mani
     ids = await read_tokens(exchange)
     if entry.manifest is not None:
         raise InvalidRequest("The manifest of the state came before.")
-    known = [*taken.tokens, *ids.tolist()]
+    before, told = len(taken.tokens), ids.tolist()
     if len(raw) < LONG_HEAD_BYTES:
-        manifest = Manifest.from_json(raw, known)
+        manifest = Manifest.from_json(raw, before, told)
     else:
-        manifest = await asyncio.to_thread(Manifest.from_json, raw, known)
-    manifest = replace(manifest, pieces=(*taken.known_pieces, *manifest.pieces))
+        manifest = await asyncio.to_thread(Manifest.from_json, raw, before, told)
     running = manifest.generation
     if entry.body.idle != (running is None) or (
         running and (running.request_id, running.session) != (entry.body.request_id, entry.body.session)

@@ -139,7 +139,6 @@ class Way:
     async def send_pieces(
         self,
         manifest: Manifest,
-        known_tokens: int,
         pieces: AsyncIterator[ExportedPiece],
         largest_bytes: int,
         before_last: Callable[[ExportedPiece | None], Awaitable[None]],
@@ -147,17 +146,17 @@ class Way:
     ) -> AdoptedAnswer:
         """On a shelf: the manifest and the places of all that has not gone, each as soon as its piece is there, in exchanges
         between which room is made. `before_last` is asked before each piece, and before the manifest where nothing (None)
-        follows it; the first leave their engine while the manifest is written down. `ids`: its tokens, where they are at hand as
+        follows it; the first leave their engine while the manifest is written down. `ids`: all tokens, where they are at hand as
         an array. Returns the last exchange's answer."""
         began_at, first = time.monotonic(), asyncio.ensure_future(anext(pieces, None))
-        placing = _Placing(self, pieces, first, self._left_of(manifest, known_tokens), largest_bytes, before_last)
+        placing = _Placing(self, pieces, first, len(manifest.pieces) - self._sent_cuts, largest_bytes, before_last)
         try:
             # The core's thread is at the first pieces then.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             if not placing.left:
                 await before_last(None)
-            head = _headed(manifest, known_tokens, ids)
+            head = _headed(manifest, ids)
             while True:
                 places = placing.announced
                 total_bytes = len(head) + places * PLACE_BYTES
@@ -172,11 +171,6 @@ class Way:
             await placing.drop_first()
         self.send_s += time.monotonic() - began_at
         return answer
-
-    def _left_of(self, manifest: Manifest, known_tokens: int) -> int:
-        """How many pieces follow the manifest when the first `known_tokens` tokens, and checkpoints that went, are there."""
-        others = sum(piece.kind != "block" or piece.start >= known_tokens for piece in manifest.pieces)
-        return others - self._sent_cuts
 
     def place(self, exported: ExportedPiece) -> bytes:
         """Leaves a piece on the shelf until it has entered. Returns what tells the target where; its proof is to follow."""
@@ -194,14 +188,13 @@ class Way:
     async def send_rest(
         self,
         manifest: Manifest,
-        known_tokens: int,
         rest: Sequence[StatePiece],
         exported: AsyncIterator[ExportedPiece],
         patience_s: float,
         before_last: Awaitable[None],
     ) -> AdoptedAnswer:
         """Manifest and `rest` in one exchange, whose last bytes wait for `before_last`."""
-        began_at, head = time.monotonic(), _headed(manifest, known_tokens)
+        began_at, head = time.monotonic(), _headed(manifest)
         rest_bytes = sum(piece.size_bytes for piece in rest)
 
         async def payload() -> AsyncGenerator[Bytes, None]:
@@ -232,10 +225,12 @@ class Way:
         """Returns when whoever continues the stream waits at the target for its first piece, or does not come."""
         self._note(await self.target.adopt_ask(AskBody(self._handoff, self._fence, reader=True)))
 
-    async def rehearse(self, rows: int) -> None:
+    async def rehearse(self, rows: int) -> int:
         """Returns when all that was sent has entered, and the target has tried what its first step will be like, of so many rows
-        a choice, where that is of use."""
-        self._note(await self.target.adopt_ask(AskBody(self._handoff, self._fence, rehearse_rows=rows)))
+        a choice, where that is of use; or how many tokens more must have been written before it can tell (0: tried)."""
+        answer = await self.target.adopt_ask(AskBody(self._handoff, self._fence, rehearse_rows=rows))
+        self._note(answer)
+        return answer.again_after_tokens
 
     async def settled(self) -> None:
         """Returns when all that was placed has entered, so that nothing of this way lies on the shelf."""
@@ -333,11 +328,8 @@ def _offset(exported: ExportedPiece) -> int:
     return exported.buffer.offset + exported.data.ctypes.data - exported.buffer.data.ctypes.data
 
 
-def _headed(manifest: Manifest, known_tokens: int, ids: NDArray[np.int32] | None = None) -> bytes:
-    """The manifest without its tokens and without the blocks of those that the target knows; then the tokens that it does not:
-    many numbers, read much faster so."""
-    told = tuple(piece for piece in manifest.pieces if piece.kind != "block" or piece.end > known_tokens)
-    raw = replace(manifest, tokens=(), pieces=told).to_json()
-    unknown = manifest.tokens[known_tokens:] if ids is None else ids[known_tokens:]
-    numbers = np.asarray(unknown, dtype="<i4").tobytes()
+def _headed(manifest: Manifest, ids: NDArray[np.int32] | None = None) -> bytes:
+    """The manifest without its tokens; then these: many numbers, read much faster so."""
+    raw = replace(manifest, tokens=()).to_json()
+    numbers = np.asarray(manifest.tokens if ids is None else ids[manifest.before :], dtype="<i4").tobytes()
     return HEAD_LENGTH.pack(len(raw)) + raw + HEAD_LENGTH.pack(len(numbers)) + numbers

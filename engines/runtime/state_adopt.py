@@ -29,7 +29,7 @@ from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_cuts import ComingCuts
 from engines.runtime.state_dock import to_its_end
 from engines.runtime.state_lending import lent_to
-from engines.runtime.state_order import MAX_BLOCK_TOKENS, require_blocks, require_order
+from engines.runtime.state_order import require_blocks, require_order
 from engines.runtime.state_snapshot import Manifest, StatePiece
 from engines.runtime.state_terms import SharingTerms
 from engines.runtime.state_transfer import Arrival, Delivery, arrive
@@ -52,12 +52,10 @@ class Adopting:
         self.core, self.terms, self.arrival = core, terms, arrival
         self._lane = terms.dock.lane(paired=True)
         self._pieces: list[StatePiece] = []
-        # What `_arrival.tokens` holds before the manifest, as arrays: of a long conversation making them takes a while.
-        self._ids = [np.array(arrival.tokens, dtype=np.int32)]
-        self._held = _held_blocks(self.held_tokens, terms)
         # Checkpoints that come before the manifest.
         self._cuts = ComingCuts()
-        self._held_pieces = 0
+        # Pieces that are still to come, once the manifest is here.
+        self._missing: int | None = None
         self._entering: deque[asyncio.Future[Any]] = deque()
         # Proofs that have not been told yet, of pieces among these.
         self._unproved: list[asyncio.Future[bytes]] = []
@@ -129,11 +127,7 @@ class Adopting:
     def _take_tokens(self, piece: StatePiece, tokens: Sequence[int]) -> None:
         begin = len(self.arrival.tokens)
         require_blocks((piece,), begin, begin + len(tokens), self.terms.layout)
-        try:
-            ids = np.array(tokens, dtype=np.int32)
-        except OverflowError:
-            raise StateInvalid("The state has tokens beyond all vocabularies.") from None
-        self._ids.append(ids)
+        _ids(tokens, self.core.loaded.vocabulary.size)
         self.arrival.tokens += tokens
 
     async def begin_cut(self, delivery: Delivery) -> None:
@@ -158,7 +152,7 @@ class Adopting:
 
     def enters(self, delivery: Delivery) -> None:
         """As `begin`, of a piece behind the manifest; waits for nothing."""
-        self._pieces.append(delivery.piece)
+        self._note(delivery.piece)
         self._enters(delivery, *self._entry(delivery))
 
     @contextmanager
@@ -168,7 +162,7 @@ class Adopting:
         proof: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._unproved.append(proof)
         self.arrival.is_doubtful = True
-        self._pieces.append(delivery.piece)
+        self._note(delivery.piece)
         check, enter = self._entry(delivery)
         entering = self._lane.submit(enter, first=check, quick=True)
         making = asyncio.ensure_future(self.terms.dock.in_thread(delivery.prove, memoryview(delivery.data.data)))
@@ -195,9 +189,17 @@ class Adopting:
         replace(delivery, proof=await proof, prove=lambda _: made).check()
         self.mark(f"{delivery.piece.kind}_proved")
 
+    def _note(self, piece: StatePiece) -> None:
+        if self._missing is None:
+            self._pieces.append(piece)
+        else:
+            self._missing -= 1
+
     def _entry(self, delivery: Delivery) -> tuple[Callable[[], None], Callable[[PrefixCache], None]]:
         """What checks a piece behind the manifest, and what takes it in."""
         arrival, codec, kind = self.arrival, self.terms.dock.codec, delivery.piece.kind
+        # Before it nobody knows which block is the last one.
+        behind_manifest = self._missing is not None
 
         def check() -> None:
             self.mark(f"{kind}_came")
@@ -207,7 +209,7 @@ class Adopting:
 
         def enter(cache: PrefixCache) -> None:
             self.require_open()
-            arrival.enter(cache, codec, delivery.piece, delivery.data)
+            arrival.enter(cache, codec, delivery.piece, delivery.data, completes=behind_manifest)
             self.mark(f"{kind}_entered")
 
         return check, enter
@@ -230,61 +232,58 @@ class Adopting:
             await to_its_end(self._entering.popleft())
             self.entered += 1
 
-    @property
-    def known_pieces(self) -> list[StatePiece]:
-        """The blocks of the tokens that are here before the manifest."""
-        return [*self._held, *self._pieces]
-
     async def complete(self, manifest: Manifest, told: NDArray[np.int32] = NO_IDS) -> list[StatePiece]:
-        """What the source's stop says; `told`: its last tokens, where they are at hand as an array. Returns the pieces that are
-        still to come.
+        """What the source's stop says, which is not longer for what came before it; `told`: its tokens, where they are at hand as
+        an array. Returns the pieces that are still to come.
 
         Raises StateIncompatible, or StateInvalid when what came in is not how it begins.
         """
         await self.settled()
         Fingerprint.parse(self.terms.fingerprint).require(Fingerprint.parse(manifest.fingerprint))
-        tokens, there = list(manifest.tokens), len(self.arrival.tokens)
-        ids = _ids(manifest, self._ids, told, self.core.loaded.vocabulary.size)
-        held = [piece for piece in manifest.pieces if piece.kind == "block" and piece.end <= self.held_tokens]
-        others = [piece for piece in manifest.pieces[len(held) :] if piece not in self._cuts.pieces]
-        if tokens[:there] != self.arrival.tokens or others[: len(self._pieces)] != self._pieces:
+        arrival, there = self.arrival, len(self.arrival.tokens)
+        ids = _ids(manifest.tokens, self.core.loaded.vocabulary.size, told)
+        # Whoever tells the blocks again that came, tells the same.
+        again = there - manifest.before
+        came = [piece for piece in self._pieces if piece.start >= manifest.before] if again else []
+        others = [piece for piece in manifest.pieces if piece not in self._cuts.pieces]
+        is_known = again >= 0 and list(manifest.tokens[:again]) == arrival.tokens[manifest.before :]
+        if not is_known or others[: len(came)] != came:
             raise StateInvalid("The blocks that came in are not those that the state begins with.")
-        if len(held) + len(others) + len(self._cuts.pieces) != len(manifest.pieces):
+        if len(others) + len(self._cuts.pieces) != len(manifest.pieces):
             raise StateInvalid("Checkpoints came in that are not the state's.")
-        if (held[-1].end if held else 0) != self.held_tokens:
-            raise StateInvalid("The state's blocks do not end where what is held here does.")
-        # What came before was looked at when it came.
-        require_order(manifest.pieces[len(held) + len(self._pieces) :], len(tokens), self.terms.layout, begin=there)
-        self._held_pieces = len(held)
+        if not manifest.count or not 0 <= (manifest.next_token or 0) < self.core.loaded.vocabulary.size:
+            raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
+        wanted = others[len(came) :]
+        require_order(wanted, manifest.count, self.terms.layout, begin=there)
 
         def promise(_cache: PrefixCache) -> None:
             self.require_open()
-            self.arrival.slot.awaited_cells = len(tokens) - there
+            arrival.slot.awaited_cells = manifest.count - there
 
         # Nothing is on its way in that could look at them meanwhile.
-        self.arrival.tokens, self.arrival.ids = tokens, ids
+        arrival.tokens += manifest.tokens[again:]
+        arrival.ids, arrival.ids_from, self._missing = ids, manifest.before, len(wanted)
         # The pieces stand behind it, and fail with it.
         self._lane.submit(promise).add_done_callback(_looked_at)
-        return others[len(self._pieces) :]
+        return wanted
 
-    async def finish(self, manifest: Manifest) -> None:
+    async def finish(self) -> None:
         """The idle conversation is in its slot. Raises StateInvalid when not everything came in."""
-        self._require_came(manifest)
+        self._require_came()
         # In the slice of the last piece.
         finishing = self._lane.submit(lambda cache: deque(self._finished_idle(cache), maxlen=0))
         finishing.add_done_callback(_looked_at)
         await self.settled()
         await to_its_end(finishing)
 
-    async def require_all(self, manifest: Manifest) -> None:
+    async def require_all(self) -> None:
         """Raises StateInvalid when not everything came in."""
         await self.settled()
-        self._require_came(manifest)
+        self._require_came()
 
-    def _require_came(self, manifest: Manifest) -> None:
-        missing = len(manifest.pieces) - self._held_pieces - len(self._pieces) - len(self._cuts.pieces)
-        if missing:
-            raise StateInvalid(f"{missing} pieces of the state did not come in.")
+    def _require_came(self) -> None:
+        if self._missing != 0:
+            raise StateInvalid(f"{self._missing or 'The last'} pieces of the state did not come in.")
 
     def require_open(self) -> None:
         """Raises StateInvalid."""
@@ -340,35 +339,16 @@ async def adopting(
     return Adopting(core, terms, await terms.dock.take(work, give_back))
 
 
-def _held_blocks(held_tokens: int, terms: SharingTerms) -> list[StatePiece]:
-    """Of what the slot holds before anything comes; in how many blocks it stands nobody asks."""
-    starts = range(0, held_tokens, MAX_BLOCK_TOKENS)
-    ends = [(start, min(start + MAX_BLOCK_TOKENS, held_tokens)) for start in starts]
-    return [StatePiece("block", start, end, terms.layout.block_bytes(end - start)) for start, end in ends]
-
-
-def _ids(
-    manifest: Manifest, known: Sequence[NDArray[np.int32]], told: NDArray[np.int32], vocabulary_size: int
-) -> NDArray[np.int32]:
-    """The tokens that have state, of which the first (`known`) and the last ones may be at hand as arrays. Raises StateInvalid
-    for none, or some beyond the vocabulary."""
-    count = len(manifest.tokens) - len(told)
-    if count == sum(map(len, known)):
-        before = list(known)
-    else:
+def _ids(tokens: Sequence[int], vocabulary_size: int, told: NDArray[np.int32] = NO_IDS) -> NDArray[np.int32]:
+    """The tokens as an array, which may be at hand (`told`). Raises StateInvalid for some beyond the vocabulary."""
+    if len(told) != len(tokens):
         try:
-            before = [np.frombuffer(array("i", manifest.tokens[:count]), dtype=np.int32)]
+            told = np.frombuffer(array("i", tokens), dtype=np.int32)
         except OverflowError:
             raise StateInvalid("The state has tokens beyond all vocabularies.") from None
-    ids = np.concatenate((*before, told))
-    if (
-        not len(ids)
-        or ids.min() < 0
-        or ids.max() >= vocabulary_size
-        or not 0 <= (manifest.next_token or 0) < vocabulary_size
-    ):
+    if len(told) and not 0 <= told.min() <= told.max() < vocabulary_size:
         raise StateInvalid("The state has no tokens, or some beyond the vocabulary.")
-    return ids
+    return told
 
 
 def _looked_at(future: asyncio.Future[Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -56,13 +56,11 @@ def planned(
     checkpoints: bool,
     last_tokens: int = 0,
     drafts: DraftCodec | None = None,
-    gone: Sequence[StatePiece] = (),
+    start: int = 0,
 ) -> tuple[StatePiece, ...]:
-    """The pieces of a slot's state in the order in which they travel, its blocks as by `block_ends`; those that are `gone`
-    already are as they are."""
+    """The pieces of a slot's state in the order in which they travel, its blocks as by `block_ends` from `start` on."""
     count = len(look.tokens)
-    pieces = list(gone)
-    start = gone[-1].end if gone else 0
+    pieces = []
     for end in block_ends(start, count, block_tokens, last_tokens):
         pieces.append(StatePiece("block", start, end, layout.block_bytes(end - start)))
         start = end

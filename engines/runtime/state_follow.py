@@ -103,6 +103,11 @@ class Leaving:
         """The rows of the first so many tokens are at the other engine."""
         return self._gone[-1].end if self._gone else 0
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of these rows' blocks."""
+        return sum(piece.size_bytes for piece in self._gone)
+
     def skip(self, tokens: int) -> None:
         """The other engine holds so many first tokens."""
         layout, count = self.terms.layout, self.terms.block_tokens
@@ -265,18 +270,17 @@ class Leaving:
         self.marks = Marks()
         self._core.write_text()
         require_tellable(generation.siblings or (generation,))
-        look = slot_look(cache, terms.dock.codec, slot)
+        look, sent = slot_look(cache, terms.dock.codec, slot, holds_still=True), self.sent_tokens
         cuts = tuple((piece.end, piece.size_bytes) for piece in sorted(self._cuts, key=lambda piece: piece.end))
         there = replace(look, checkpoints=cuts)
         drafts = terms.dock.codec.drafts
-        pieces = planned(
-            there, terms.layout, terms.block_tokens, checkpoints=True, drafts=drafts, gone=tuple(self._gone)
-        )
+        # The longer the conversation the more the target knows of it: what is left to be told is not longer for that.
+        pieces = planned(there, terms.layout, terms.block_tokens, checkpoints=True, drafts=drafts, start=sent)
         slot.generation, slot.transfer = None, "export"
         self._departure = Departure(slot, look, {})
         return Manifest(
-            terms.fingerprint, terms.model_name, terms.model_sha256, tuple(look.tokens), pieces,
-            generation.tokens[-1], captured(generation), VERSION,
+            terms.fingerprint, terms.model_name, terms.model_sha256, tuple(look.tokens[sent:]), pieces,
+            generation.tokens[-1], captured(generation), VERSION, before=sent,
         )  # fmt: skip
 
     def hold(self) -> None:
@@ -289,9 +293,7 @@ class Leaving:
     @property
     def unsent_pieces(self) -> list[StatePiece]:
         """Those of the stop's manifest that did not leave before it."""
-        pieces = self._manifest.pieces if self._manifest else ()
-        left = [piece for piece in pieces if piece.kind != "checkpoint"]
-        return [piece for piece in left if piece.kind != "block" or piece.start >= self.sent_tokens]
+        return [piece for piece in self._manifest.pieces if piece.kind != "checkpoint"] if self._manifest else []
 
     async def rest(self, prove: Proof = checksum_of, *, late: bool = False) -> AsyncGenerator[ExportedPiece, None]:
         """The pieces of the stop's manifest that `finished_blocks` did not give; the caller must free their buffers, and close

@@ -53,6 +53,12 @@ def block_ends(begin: int, count: int, block_tokens: int, last_tokens: int = 0) 
         yield at
 
 
+def blocks_bytes(layout: StateLayout, tokens: int, block_tokens: int) -> int:
+    """Of so many tokens in blocks."""
+    whole, rest = divmod(tokens, block_tokens)
+    return whole * layout.block_bytes(block_tokens) + (layout.block_bytes(rest) if rest else 0)
+
+
 def _fitting(layout: StateLayout, most_bytes: int, most_tokens: int) -> int:
     """The largest power of two whose block has no more than so many bytes and tokens."""
     tokens = MIN_BLOCK_TOKENS

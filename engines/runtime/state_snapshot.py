@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from engines.api_constraint import ConstraintSpec
 from engines.errors import GenerationStays, StateInvalid
@@ -109,7 +109,11 @@ class GenerationState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One state: `tokens` have state, `next_token` was drawn and not decoded yet (None: nothing is left over)."""
+    """One state: `tokens` have state, `next_token` was drawn and not decoded yet (None: nothing is left over).
+
+    Of a long conversation that moves both sides know the beginning: the first `before` tokens and their blocks are not told
+    again, nor written down how many they are.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         strict=True, extra="forbid", ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64"
@@ -123,17 +127,18 @@ class Manifest:
     next_token: int | None = None
     generation: GenerationState | None = None
     version: int = IDLE_VERSION
+    before: Annotated[int, Field(exclude=True)] = 0
 
-    def to_json(self, known_tokens: int = 0) -> bytes:
-        """Without its first `known_tokens` tokens, which the reader has. Raises GenerationStays for one that is too long."""
-        raw = _ADAPTER.dump_json(replace(self, tokens=self.tokens[known_tokens:]) if known_tokens else self)
+    def to_json(self) -> bytes:
+        """Raises GenerationStays for one that is too long."""
+        raw = _ADAPTER.dump_json(self)
         if len(raw) > MAX_MANIFEST_BYTES:
             raise GenerationStays("So much has to be told of the conversation's state that it stays where it is.")
         return raw
 
     @classmethod
-    def from_json(cls, raw: bytes, known: Sequence[int] = ()) -> Manifest:
-        """`known` are tokens that were left out at its beginning.
+    def from_json(cls, raw: bytes, before: int = 0, told: Sequence[int] = ()) -> Manifest:
+        """`before`: the reader knows so many first tokens; `told` are those behind them, where they were left out.
 
         Raises StateInvalid for anything but a manifest of this version whose values lie within their bounds.
         """
@@ -148,21 +153,19 @@ class Manifest:
             raise StateInvalid(
                 f"The state's manifest is not valid at {where or 'its start'}: {first['msg']}."
             ) from error
-        if known:
-            manifest = replace(manifest, tokens=(*known, *manifest.tokens))
+        manifest = replace(manifest, tokens=(*manifest.tokens, *told), before=before)
         manifest._check()
         return manifest
 
     def _check(self) -> None:
         _require_read(self.version)
-        if len(self.tokens) > MAX_TOKENS or len(self.pieces) > MAX_PIECES:
-            raise StateInvalid(
-                f"The state has {len(self.tokens)} tokens in {len(self.pieces)} pieces, more than is read."
-            )
+        if self.count > MAX_TOKENS or len(self.pieces) > MAX_PIECES:
+            raise StateInvalid(f"The state has {self.count} tokens in {len(self.pieces)} pieces, more than is read.")
         if any(piece.kind not in KINDS or piece.size_bytes < 0 for piece in self.pieces):
             raise StateInvalid("The state's manifest names a piece of no known kind or size.")
         running = self.generation
-        if running and not (0 < running.prompt_tokens <= len(self.all_tokens) and running.draws >= 0):
+        most_tokens = self.count + (self.next_token is not None)
+        if running and not (0 < running.prompt_tokens <= most_tokens and running.draws >= 0):
             raise StateInvalid("The state's generation does not belong to its tokens.")
         if running and len(running.held_text) > MAX_HELD_BYTES:
             raise StateInvalid(f"The state's generation holds back more than {MAX_HELD_BYTES} bytes of text.")
@@ -171,7 +174,13 @@ class Manifest:
                 raise StateInvalid("A choice that has ended does not belong to its tokens.")
 
     @property
+    def count(self) -> int:
+        """All tokens that have state."""
+        return self.before + len(self.tokens)
+
+    @property
     def all_tokens(self) -> list[int]:
+        """Where none are known before."""
         return [*self.tokens, *([] if self.next_token is None else [self.next_token])]
 
     @property
@@ -283,9 +292,10 @@ def resumed(
     compiler: Callable[[], ConstraintCompiler],
     mailbox: Mailbox,
     deadline_at: float,
+    rows: Sequence[int] | None = None,
 ) -> Generation:
     """The generation that goes on where `captured` left it; on any thread: a form takes a while. Its next piece carries no token
-    twice.
+    twice. `rows`: all tokens that have state, where the manifest tells only the last ones.
 
     Raises StateInvalid when the manifest carries none, InvalidRequest or ConstraintFailed for a constraint that this engine
     cannot follow.
@@ -293,7 +303,8 @@ def resumed(
     state = manifest.generation
     if state is None:
         raise StateInvalid("The state carries no generation.")
-    tokens = manifest.all_tokens
+    last = () if manifest.next_token is None else (manifest.next_token,)
+    tokens = manifest.all_tokens if rows is None else [*rows, *last]
     generation = Generation(
         request_id=state.request_id,
         prompt=tokens[: state.prompt_tokens],

@@ -5,15 +5,17 @@ Where one of them cannot, none does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engines.errors import EngineStopping, SessionNotHeld, StateError
 from engines.runtime.generation import Generation
 from engines.runtime.prefix import PrefixCache
 from engines.runtime.state_adopt import Adopting
 from engines.runtime.state_follow import Leaving
-from engines.runtime.state_rehearsal import calls_of, rehearsed
+from engines.runtime.state_rehearsal import calls_of, can_rehearse, rehearsed, tokens_until_tried
 from engines.runtime.state_snapshot import Manifest, ended_choices
 
 
@@ -65,6 +67,19 @@ def _as_group(manifests: dict[Leaving, Manifest]) -> dict[Leaving, Manifest]:
     return grouped
 
 
+class LastWord:
+    """Awaited before the last piece leaves: the answer's reader has all that was made here, and no stop that is `held` ends by
+    itself any more."""
+
+    def __init__(self, telling: asyncio.Future[None], held: Sequence[Leaving]) -> None:
+        self._telling, self._held = telling, held
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from self._telling.__await__()
+        for leaving in self._held:
+            leaving.hold()
+
+
 async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
     """The other engine has all of them: they end here as moved, and their slots are free; also where this engine ends meanwhile.
     Raises StateError when one goes on here already, or for another's fence; then none ends."""
@@ -90,42 +105,45 @@ async def commit_together(leavings: Sequence[Leaving], fence: int) -> None:
         one.unwatch()
 
 
-async def rehearse_together(arriving: Sequence[Adopting], rows: int) -> None:
+async def rehearse_together(arriving: Sequence[Adopting], rows: int) -> int:
     """The slots that generations will go on in together compute what their first step there will be like (state_rehearsal.py): of
-    `rows` rows each, or as many as there may be here. Raises what went wrong with a piece, and StateError when a slot could not
-    be left as it was."""
+    `rows` rows each, or as many as there may be here. Returns how many tokens more of all of them must come before that is to be
+    asked for again; 0: not. Raises what went wrong with a piece, and StateError when a slot could not be left as it was."""
     for adopting in arriving:
         await adopting.settled()
     first = arriving[0]
     core, codec = first.core, first.terms.dock.codec
 
-    def work(cache: PrefixCache) -> Generator[None, None, None]:
+    def work(cache: PrefixCache) -> Generator[None, None, int]:
         yield from ()
         for adopting in arriving:
             adopting.require_open()
         slots = [adopting.arrival.slot for adopting in arriving]
         each = min(max(rows, 1), 1 + core.config.longest_draft)
+        if can_rehearse(cache, core.loaded, slots) and (later := tokens_until_tried(cache, each * len(slots))):
+            return later
         calls = calls_of(core.loaded, on_card=core.config.gpu_layers != 0)
         rehearsed(cache, codec, core.loaded, slots, first.tokens[-1] if first.tokens else 0, each, calls)
+        return 0
 
-    await first.terms.dock.perform(work)
+    return await first.terms.dock.perform(work)
 
 
-async def begin_together(arrived: Sequence[tuple[Adopting, Manifest]], going: Sequence[Generation]) -> None:
+async def begin_together(arrived: Sequence[Adopting], going: Sequence[Generation]) -> None:
     """Generations go on in the slots that have their states, all in one slice: nobody who waits can come in between. Where that
     fails none does. Raises StateInvalid when not everything came in."""
-    for adopting, manifest in arrived:
-        await adopting.require_all(manifest)
-    first = arrived[0][0]
+    for adopting in arrived:
+        await adopting.require_all()
+    first = arrived[0]
 
     def work(cache: PrefixCache) -> Generator[None, None, None]:
         yield from ()
-        for adopting, _ in arrived:
+        for adopting in arrived:
             adopting.require_whole()
-        for (adopting, _), generation in zip(arrived, going, strict=True):
+        for adopting, generation in zip(arrived, going, strict=True):
             adopting.arrival.slot.sequence.origin = generation.origin
             yield from adopting.take_over(cache)
-        for count, ((adopting, _), generation) in enumerate(zip(arrived, going, strict=True), 1):
+        for count, (adopting, generation) in enumerate(zip(arrived, going, strict=True), 1):
             try:
                 adopting.core.begin_moved(adopting.arrival.slot, generation)
             except BaseException:

@@ -47,7 +47,7 @@ Slices = Generator[None, None, T]
 
 @dataclass(frozen=True)
 class SlotLook:
-    """A slot between two steps."""
+    """A slot between two steps. `tokens` are its own where it is stopped, which only its end changes."""
 
     tokens: list[int]
     part_bytes: int
@@ -130,7 +130,9 @@ class Departure:
     def finished(self, codec: StateCodec, piece: StatePiece, prove: Proof, taken: Bytes) -> tuple[Bytes, bytes]:
         """The piece, checked, and what `prove` makes of it. On any thread."""
         if piece.kind == "block":
-            exported = codec.finished_block(taken, piece.start, self.ids[piece.start : piece.end])
+            # Of a long conversation all of them take a millisecond, which a stop has no use for.
+            tokens = self.ids if "ids" in vars(self) else self.look.tokens
+            exported = codec.finished_block(taken, piece.start, tokens[piece.start : piece.end])
         elif piece.kind == "draft":
             assert codec.drafts is not None
             exported = codec.drafts.finished_block(taken, piece.start, self.look.tokens[piece.start : piece.end])
@@ -162,7 +164,8 @@ class Arrival:
     drafted: tuple[int, int] | None = (0, 0)
     """Positions of which the draft context has rows; None: drafts begin anew."""
     ids: Tokens | None = None
-    """The same as `tokens`, where somebody has them as an array."""
+    """The same as `tokens` from `ids_from` on, where somebody has them as an array."""
+    ids_from: int = 0
     others_run: bool = False
     """Whether some generation ran in the engine when it began."""
     is_in: bool = False
@@ -177,8 +180,8 @@ class Arrival:
     def check(self, codec: StateCodec, piece: StatePiece, data: Bytes) -> None:
         """Raises StateInvalid or StateIncompatible for what must not reach llama.cpp. On any thread."""
         if piece.kind == "block":
-            tokens = self.tokens if self.ids is None else self.ids
-            codec.layout.check_block(data, piece.start, tokens[piece.start : piece.end])
+            tokens, begin = (self.tokens, 0) if self.ids is None else (self.ids, self.ids_from)
+            codec.layout.check_block(data, piece.start, tokens[piece.start - begin : piece.end - begin])
         elif piece.kind in DRAFT_KINDS:
             if piece.kind == "draft" and self._takes_drafts(codec, piece):
                 assert codec.drafts is not None
@@ -338,8 +341,8 @@ def _require_free(slot: Slot) -> None:
         raise SlotBusy(f"The state of slot {slot.index} is in another transfer ({slot.transfer}).")
 
 
-def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
-    """Raises StateHasImages."""
+def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot, *, holds_still: bool = False) -> SlotLook:
+    """`holds_still`: nothing comes to the slot's tokens until the look is of no more use. Raises StateHasImages."""
     if slot.sequence.spans:
         # Rows of images are no tokens and may share positions; the forms of states know neither.
         raise StateHasImages(f"Slot {slot.index} holds a conversation with images, whose state stays here.")
@@ -349,4 +352,5 @@ def slot_look(cache: PrefixCache, codec: StateCodec, slot: Slot) -> SlotLook:
         cuts = ((cut, window_bytes(codec, sequence, cut)),)
     draft = codec.drafts.look(sequence.draft, len(sequence)) if codec.drafts and len(sequence) else None
     runs = slot.generation is not None
-    return SlotLook(list(sequence.tokens), part_bytes, cuts, runs, slot.transfer, draft, bool(cache.busy))
+    tokens = sequence.tokens if holds_still else list(sequence.tokens)
+    return SlotLook(tokens, part_bytes, cuts, runs, slot.transfer, draft, bool(cache.busy))

@@ -257,10 +257,11 @@ async def test_of_choices_that_go_on_together_none_does_where_one_cannot(
 
         await away.perform(lose_some)
         going = [
-            resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60) for _, manifest in arrived
+            resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60, arriving.tokens)
+            for arriving, manifest in arrived
         ]
         with pytest.raises(StateError, match="lost"):
-            await begin_together(arrived, going)
+            await begin_together([arriving for arriving, _ in arrived], going)
         assert [slot.generation for slot in away.cache.slots] == [None, None]
         for arriving, _ in arrived:
             await arriving.__aexit__(None, None, None)
@@ -294,8 +295,8 @@ async def test_who_gives_a_move_up_while_it_begins_leaves_the_slot_to_the_genera
             given_up.wait(60)
 
         monkeypatch.setattr(arriving, "require_whole", held_up)
-        moved = resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60)
-        beginning = asyncio.create_task(begin_together([(arriving, manifest)], [moved]))
+        moved = resumed(manifest, away.loaded, pytest.fail, Mailbox(), time.monotonic() + 60, arriving.tokens)
+        beginning = asyncio.create_task(begin_together([arriving], [moved]))
         assert await asyncio.to_thread(begins.wait, 60)
         leaves = asyncio.create_task(arriving.__aexit__(None, None, None))
         await asyncio.sleep(0.02)
@@ -339,9 +340,9 @@ async def test_a_move_that_is_broken_off_while_its_generation_is_made_leaves_no_
             held = asyncio.gather(*(theirs.dock.in_thread(take_a_thread) for _ in range(pool._max_workers)))
             await until(lambda: len(taken) == pool._max_workers)
             preparation = Preparation(away.config, away)
-            going = asyncio.create_task(
-                gone_on([(arriving, manifest)], making_of([manifest], preparation, theirs.dock, time.monotonic() + 60))
-            )
+            arrived = [(arriving, manifest)]
+            making = making_of(arrived, preparation, theirs.dock, time.monotonic() + 60)
+            going = asyncio.create_task(gone_on(arrived, making))
             await until(lambda: pool._work_queue.qsize() > 0)
             going.cancel()
             await asyncio.sleep(0.02)

@@ -103,7 +103,8 @@ async def test_a_prompt_computed_here_is_answered_there_to_the_bit(
         async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, 800) as arriving:
             while not work.new_tokens:
                 await followed(leaving, arriving, work)
-            manifest = Manifest.from_json((await stopped(leaving)).to_json())
+            manifest = await stopped(leaving)
+            manifest = Manifest.from_json(manifest.to_json(), manifest.before)
             await rest_of(leaving, arriving, manifest)
             moved = await gone_on(arriving, manifest, away)
             await commit_together([leaving], FENCE)

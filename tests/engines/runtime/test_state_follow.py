@@ -110,8 +110,8 @@ async def gone_on(arriving: Adopting, manifest: Manifest, away: EngineCore) -> W
     def compiler() -> ConstraintCompiler:
         return ConstraintCompiler(away.loaded.vocabulary)
 
-    going = resumed(manifest, away.loaded, compiler, Mailbox(), time.monotonic() + 60)
-    await begin_together([(arriving, manifest)], [going])
+    going = resumed(manifest, away.loaded, compiler, Mailbox(), time.monotonic() + 60, arriving.tokens)
+    await begin_together([arriving], [going])
     return going
 
 
@@ -143,7 +143,8 @@ async def test_what_moves_while_it_runs_writes_what_it_would_have_written(
             assert await followed(leaving, arriving, work) >= 1
             text += await text_until(work, 135)
             await followed(leaving, arriving, work)
-            manifest = Manifest.from_json((await stopped(leaving)).to_json())
+            manifest = await stopped(leaving)
+            manifest = Manifest.from_json(manifest.to_json(), manifest.before)
             slow.close()
             text += "".join(piece.text for piece in await work.mailbox.take(0.01))
             await rest_of(leaving, arriving, manifest)
@@ -264,6 +265,10 @@ async def test_pieces_of_another_beginning_are_refused(
                 tokens = work.tokens[exported.piece.start : exported.piece.end]
                 await arriving.begin(delivery_of(exported), tokens[::-1] if wrong else tokens)
             manifest = await stopped(leaving)
+            assert manifest.before == leaving.sent_tokens > 0
+            if wrong:
+                # Whoever tells the beginning again, tells the same.
+                manifest = replace(manifest, tokens=tuple(work.tokens[: manifest.count]), before=0)
             slow.close()
             with pytest.raises(StateInvalid, match=r"not those that|did not come in"):
                 await arriving.complete(manifest)
@@ -362,3 +367,24 @@ async def test_a_reader_hears_of_the_move_before_the_core_has_time_to_free_the_s
         assert all(slot.idle and not len(slot.sequence) for slot in home.cache.slots)
         labels = {"outcome": "moved"}
         assert home.metrics.registry.get_sample_value("hydra_engine_requests_total", labels) == 1
+
+
+async def test_blocks_that_are_just_as_many_as_were_expected_are_not_taken_for_all(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack
+) -> None:
+    model = tiny_model("llama")
+    async with desk_of(model, **SETTINGS) as (home, desk), desk_of(model, **SETTINGS) as (away, other):
+        alone, _ = await left_alone(home, model)
+        work, terms, theirs = endless(home, model), await desk.terms(), await other.terms()
+        slow.enter_context(slow_steps())
+        await begun(home, work, 130)
+        expected = 2 * terms.block_tokens
+        async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 0, expected) as arriving:
+            assert await followed(leaving, arriving, work) == 2
+            manifest = await stopped(leaving)
+            slow.close()
+            await rest_of(leaving, arriving, manifest)
+            moved = await gone_on(arriving, manifest, away)
+            await commit_together([leaving], FENCE)
+        await finished(moved)
+        assert moved.tokens == alone.tokens

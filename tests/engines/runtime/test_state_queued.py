@@ -161,7 +161,7 @@ async def test_a_state_that_is_adopted_is_finished_behind_its_last_copy(
         async with await adopting(terms, away, 1, len(manifest.tokens)) as arriving:
             for piece in await arriving.complete(manifest):
                 await arriving.begin(await source.deliver(piece))
-            await arriving.finish(manifest)
+            await arriving.finish()
         assert (source.freed, late.torn, late.under_way) == (len(found), 0, 0)
         assert away.cache.slots[1].sequence.tokens == list(manifest.tokens)
 

@@ -31,6 +31,7 @@ from tests.engines.runtime.test_state_follow import (
     left_alone,
     rest_of,
     stopped,
+    text_until,
 )
 from tests.paced_engine import slow_steps
 from tests.synthetic_gguf import SyntheticModel
@@ -132,13 +133,13 @@ async def test_a_first_step_that_was_tried_finds_its_graph_and_writes_the_same(
             await finished(other_work)
             work, steps = endless(home, model, params, **fields), Steps(away.loaded.context)
             slow.enter_context(slow_steps())
-            await begun(home, work, 150)
+            await begun(home, work, 112)
             async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
                 await sent(leaving, arriving, work)
                 before = await states(away)
                 if tries:
                     with steps.watched():
-                        await rehearse_together([arriving], 1 + fields.get("draft_min", 0))
+                        assert not await rehearse_together([arriving], 1 + fields.get("draft_min", 0))
                     assert await states(away) == before
                     # Those of a window come with the last part, so that nothing like it can be tried before.
                     assert (steps.found == []) == away.loaded.forgets_window
@@ -153,6 +154,38 @@ async def test_a_first_step_that_was_tried_finds_its_graph_and_writes_the_same(
             assert moved.tokens == alone.tokens
             assert steps.found[0] == (tries and not away.loaded.forgets_window)
             assert sum(steps.found) > len(steps.found) // 2
+
+
+@pytest.mark.parametrize(("architecture", "settings"), [("llama", {}), ("qwen35", {"sampling": "backend"})])
+async def test_what_the_source_writes_meanwhile_does_not_make_the_first_step_another_one(
+    tiny_model: Callable[..., SyntheticModel], slow: ExitStack, architecture: str, settings: dict[str, Any]
+) -> None:
+    model, values = tiny_model(architecture), SETTINGS | settings
+    async with desk_of(model, **values) as (home, desk), desk_of(model, **values) as (away, other):
+        alone, _ = await left_alone(home, model)
+        terms, theirs = await desk.terms(), await other.terms()
+        work, steps = endless(home, model), Steps(away.loaded.context)
+        slow.enter_context(slow_steps())
+        # A window of 256 cells is nearly full, and is when the generation has stopped.
+        await begun(home, work, 248)
+        async with Leaving(home, terms, work, FENCE) as leaving, await adopting(theirs, away, 1, 800) as arriving:
+            await sent(leaving, arriving, work)
+            with steps.watched():
+                later = await rehearse_together([arriving], 1)
+            assert (later, steps.found) == (256 - leaving.sent_tokens, [])
+            await text_until(work, leaving.sent_tokens + later + 1)
+            await sent(leaving, arriving, work)
+            assert not await rehearse_together([arriving], 1)
+            manifest = await stopped(leaving)
+            slow.close()
+            assert manifest.count >= 256
+            await rest_of(leaving, arriving, manifest)
+            with steps.watched():
+                moved = await gone_on(arriving, manifest, away)
+                await commit_together([leaving], FENCE)
+                await finished(moved)
+        assert steps.found[0]
+        assert moved.tokens == alone.tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen35"])
