@@ -3,9 +3,13 @@
 For each length: a prompt is computed (that is what a move saves), its stream moves to the other engine while it goes on, and what
 is then idle there moves to and fro a few times. `wall_vs_copy`: an idle move's time over copying as many bytes twice;
 `idle_vs_prefill`: computing the prompt over that time, both at the longest context; a pause is the gap in the client's stream
-over its median gap; `pause_slope_ms_per_10k` is how it grows with the context. The engines keep no checkpoints, whose rows would
-be there already when a conversation comes back, so that each move sends all of it; `--set checkpoints=4` measures with some. With
-`--neighbours` others write at both engines all the while, and errands get a tenth of the time there.
+over its median gap; `pause_slope_ms_per_10k` is how it grows with the context. A small model's state is copied in less time than
+any exchange takes, so that its ratio tells nothing of bytes: `wall_vs_copy` is of states as large as real models have, where some
+are (`dense` from 8,192 tokens on), and what a move takes besides its bytes is `idle_beyond_copy_ms`, at the shortest context.
+`35b-a3b-kv` has the state of Qwen 3.6 35B-A3B under small weights: 88 MB at 1,024 tokens, whose prompt a processor computes in 10
+seconds. The engines keep no checkpoints, whose rows would be there already when a conversation comes back, so that each move
+sends all of it; `--set checkpoints=4` measures with some. With `--neighbours` others write at both engines all the while, and
+errands get a tenth of the time there.
 """
 
 from __future__ import annotations
@@ -24,10 +28,9 @@ from typing import Any
 import aiohttp
 
 from bench.errors import BenchError
+from bench.handoff_figures import Move, row, show, summary
 from bench.kv_copy import Copies, copies
 from bench.load import Prompts, Request, answer, calibrated, client_session, events_of
-from bench.measures import median
-from bench.report import print_table
 from bench.servers import HYDRA, ServerSettings, compute_threads, free_port, model_path, serving
 from engines.rpc_handoff import HandoffClient
 from engines.wire_handoff import AskBody, HandoffAnswer, HandoffBody
@@ -37,40 +40,10 @@ PATH = "/v1/chat/completions"
 BEFORE_TOKENS, AFTER_TOKENS = 24, 40
 # Enough that a small model still writes when its move begins; a stream is left as soon as it has moved.
 ANSWER_TOKENS, ROOM_TOKENS = 2048, 2304
+USUAL_MODELS, MODELS = ("dense", "hybrid"), ("dense", "hybrid", "35b-a3b-kv")
 NEIGHBOUR_TOKENS = 128
 PATIENCE_S = 300.0
 _TEXT = re.compile(rb'"delta":\{"(?:content|reasoning_content)":"(?!")')
-
-
-@dataclass(frozen=True)
-class Move:
-    """One conversation: moved live, then idle. Times in seconds; `pause_steps` in median gaps of its own stream."""
-
-    model: str
-    tokens: int
-    prefill_s: float
-    live_s: float
-    live_bytes: int
-    pause_s: float
-    pause_steps: float
-    engine_pause_ms: float
-    idle_s: float
-    idle_bytes: int
-    copy_s: float
-    way: str
-    idle_phases_ms: dict[str, float]
-    live_phases_ms: dict[str, float]
-    # When what happened in the pause: at the source since its stop, at the target since its manifest.
-    source_marks_ms: dict[str, float] = field(default_factory=dict)
-    target_marks_ms: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def wall_vs_copy(self) -> float:
-        return self.idle_s / self.copy_s
-
-    @property
-    def idle_vs_prefill(self) -> float:
-        return self.prefill_s / self.idle_s
 
 
 @dataclass
@@ -82,7 +55,9 @@ class Side:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", action="append", help="dense, hybrid, or as for engine (default: dense and hybrid)")
+    command.add_argument(
+        "--model", action="append", help=f"{', '.join(MODELS)}, or as for engine (default: dense and hybrid)"
+    )
     command.add_argument("--contexts", default="1024,4096,16384", help="tokens of the conversations")
     command.add_argument("--rounds", type=int, default=3, help="conversations of each length")
     command.add_argument("--repeats", type=int, default=5, help="idle moves of each conversation; their median counts")
@@ -97,8 +72,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     contexts = sorted(int(text) for text in options.contexts.split(","))
     ends_at = time.monotonic() + options.budget_s if options.budget_s else None
     moves: list[Move] = []
-    for name in options.model or ["dense", "hybrid"]:
-        path = model_path(f"synthetic:{name}" if name in ("dense", "hybrid") else name)
+    for name in options.model or USUAL_MODELS:
+        path = model_path(f"synthetic:{name}" if name in MODELS else name)
         if ends_at is not None and time.monotonic() > ends_at and moves:
             break
         moves += _Bench(name, path, contexts, options, ends_at).run()
@@ -106,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             options.out.write_text(json.dumps([asdict(move) for move in moves]))
     if not moves:
         raise BenchError("the time was up before anything was measured")
-    _show(moves)
+    show(moves)
     return summary(moves)
 
 
@@ -118,29 +93,6 @@ def _on_cards(cards: str | None) -> list[dict[str, Any]]:
     if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         raise BenchError(f"{cards} are not the numbers of two cards; say --cards 0,1")
     return [{"split_mode": "none", "main_gpu": int(number)} for number in numbers]
-
-
-def summary(moves: list[Move]) -> dict[str, Any]:
-    """The bench's last line. Ratios at the longest context that was measured, the worst model counting."""
-    longest = max(move.tokens for move in moves) * 0.75
-    long_moves = [[m for m in moves if m.model == model and m.tokens >= longest] for model in {m.model for m in moves}]
-    of_models = [found for found in long_moves if found]
-    slopes = [slope_ms_per_10k([m for m in moves if m.model == model]) for model in {m.model for m in moves}]
-    return {
-        "wall_vs_copy": round(max(median([m.wall_vs_copy for m in found]) or 0.0 for found in of_models), 3),
-        "idle_vs_prefill": round(min(median([m.idle_vs_prefill for m in found]) or 0.0 for found in of_models), 2),
-        "pause_steps_p50": round(median([m.pause_steps for m in moves]) or 0.0, 2),
-        "pause_slope_ms_per_10k": round(max(slopes), 3),
-        "pause_ms_p50": round(1000 * (median([m.pause_s for m in moves]) or 0.0), 3),
-    }
-
-
-def slope_ms_per_10k(moves: list[Move]) -> float:
-    """How much longer a pause is with 10,000 tokens more, by least squares; 0 for one length."""
-    if len({move.tokens for move in moves}) < 2:
-        return 0.0
-    slope, _ = statistics.linear_regression([m.tokens / 10_000 for m in moves], [m.pause_s * 1000 for m in moves])
-    return slope
 
 
 class _Bench:
@@ -183,7 +135,7 @@ class _Bench:
                         if self._ends_at is not None and time.monotonic() > self._ends_at:
                             return found
                         found.append(await self._one(web, sides, prompts.messages(context, context, round_number)))
-                        print(_row(found[-1]), file=sys.stderr, flush=True)
+                        print(row(found[-1]), file=sys.stderr, flush=True)
                         for other in others:
                             if other.done():
                                 other.result()
@@ -345,59 +297,3 @@ def _copy_s(copying: Copies, size_bytes: int) -> float:
 
 def _rpc_settings(port: int) -> dict[str, Any]:
     return {"rpc_port": port, "rpc_secret": SECRET}
-
-
-COLUMNS = (
-    "model",
-    "tokens",
-    "prefill s",
-    "live s",
-    "live MB",
-    "pause ms",
-    "engines' ms",
-    "steps",
-    "idle s",
-    "idle MB",
-    "vs copy",
-    "vs prefill",
-)
-
-
-def _row(move: Move) -> str:
-    return " ".join(_cells(move))
-
-
-def _cells(move: Move) -> list[str]:
-    return [
-        move.model,
-        str(move.tokens),
-        f"{move.prefill_s:.3f}",
-        f"{move.live_s:.3f}",
-        f"{move.live_bytes / 1e6:.1f}",
-        f"{move.pause_s * 1000:.2f}",
-        f"{move.engine_pause_ms:.2f}",
-        f"{move.pause_steps:.2f}",
-        f"{move.idle_s:.4f}",
-        f"{move.idle_bytes / 1e6:.1f}",
-        f"{move.wall_vs_copy:.2f}",
-        f"{move.idle_vs_prefill:.1f}",
-    ]
-
-
-def _show(moves: list[Move]) -> None:
-    print_table("handoffs", COLUMNS, [_cells(move) for move in moves])
-    for title, found in (
-        ("milliseconds of idle moves", [move.idle_phases_ms for move in moves]),
-        ("milliseconds of live moves", [move.live_phases_ms for move in moves]),
-        (
-            "pauses: when what happened at the source, in milliseconds since the stop",
-            [move.source_marks_ms for move in moves],
-        ),
-        ("the same at the target, since the manifest began to come", [move.target_marks_ms for move in moves]),
-    ):
-        names = list(dict.fromkeys(name for phases in found for name in phases))
-        rows = [
-            [move.model, str(move.tokens), move.way, *(f"{phases.get(name, 0.0):.2f}" for name in names)]
-            for move, phases in zip(moves, found, strict=True)
-        ]
-        print_table(title, ("model", "tokens", "way", *names), rows)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.handoff import Move, slope_ms_per_10k, summary
+from bench.handoff_figures import REAL_STATE_BYTES, Move, slope_ms_per_10k, summary
 from bench.vocabulary import ROOT
 
 
@@ -26,6 +27,14 @@ def test_the_last_line_tells_the_worst_model_at_the_longest_context() -> None:
     line = summary(moves)
     assert (line["wall_vs_copy"], line["idle_vs_prefill"]) == (2.0, 50.0)
     assert (line["pause_slope_ms_per_10k"], line["pause_ms_p50"], line["pause_steps_p50"]) == (2.0, 7.0, 1.75)
+
+
+def test_a_ratio_to_copied_bytes_is_of_states_that_take_a_while_to_copy() -> None:
+    small, large = move(11_000, 6.0), move(11_000, 6.0, "real")
+    large = replace(large, idle_s=0.2, copy_s=0.16, idle_bytes=REAL_STATE_BYTES)
+    line = summary([small, large])
+    assert (line["wall_vs_copy"], line["idle_beyond_copy_ms"]) == (1.25, 40.0)
+    assert (summary([small])["wall_vs_copy"], summary([small])["idle_beyond_copy_ms"]) == (2.0, 10.0)
 
 
 @pytest.mark.soak
