@@ -15,77 +15,44 @@ No card has run this yet.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from native.source_change import Change
 
+_HEADER = Path(__file__).resolve().parent / "cuda" / "kept-rows.cuh"
 _CUDA = "ggml/src/ggml-cuda"
-_COMMON = f"{_CUDA}/common.cuh"
 _BACKEND = f"{_CUDA}/ggml-cuda.cu"
 _MMVQ = f"{_CUDA}/mmvq.cu"
 _MMQ = f"{_CUDA}/mmq.cu"
 
 _BUFFER = (
+    Change(f"{_CUDA}/kept-rows.cuh", "", _HEADER.read_text(encoding="utf-8")),
     Change(
-        _COMMON,
-        "struct ggml_backend_cuda_context {\n",
-        """// The activations that were quantized last in this run of a graph, for further products with the same tensor.
-struct ggml_cuda_kept_rows {
-    static constexpr size_t MAX_BYTES = 4*1024*1024; // what is larger is not kept
-    static constexpr size_t PAD_BYTES =   64*1024;   // behind it: MMQ's tiles read on, each type's as far as it is wide
+        _BACKEND,
+        """ggml_backend_cuda_context::~ggml_backend_cuda_context() {
+""",
+        """// Beside the contexts, whose header all kernels are compiled with.
+static std::mutex kept_rows_mutex;
+static std::unordered_map<const ggml_backend_cuda_context *, ggml_cuda_kept_rows> kept_rows_by_context;
 
-    // forms other than MMQ's layouts
-    static constexpr int ROWS = -1;
+ggml_cuda_kept_rows & ggml_cuda_kept_rows_of(ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(kept_rows_mutex);
+    return kept_rows_by_context[&ctx];
+}
 
-    char * buffer = nullptr; // of MAX_BYTES + PAD_BYTES; without it nothing is kept
-
-    // Forgets what an earlier run has kept; is_on: whether this one keeps anything.
-    void begin(bool is_on) {
-        on   = is_on && buffer != nullptr;
-        root = nullptr;
+static void ggml_cuda_kept_rows_free(const ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(kept_rows_mutex);
+    auto it = kept_rows_by_context.find(&ctx);
+    if (it == kept_rows_by_context.end()) {
+        return;
     }
-
-    // What was kept of this tensor in this form; null: nothing.
-    char * find(const ggml_tensor * tensor, int form_wanted) const {
-        if (!on || root == nullptr || root != root_of(tensor) || form != form_wanted || data != tensor->data ||
-            !ggml_is_contiguous(tensor) || ne0 != tensor->ne[0] || n_rows != ggml_nrows(tensor)) {
-            return nullptr;
-        }
-        // in MMQ's layouts rows of one matrix stand side by side
-        return form_wanted == ROWS || ne1 == tensor->ne[1] ? buffer : nullptr;
+    if (it->second.buffer != nullptr) {
+        CUDA_CHECK(cudaFree(it->second.buffer));
     }
+    kept_rows_by_context.erase(it);
+}
 
-    // Where so many bytes of this tensor go, from now on the ones that are kept; null: nowhere.
-    char * make_room(const ggml_tensor * tensor, int form_new, size_t nbytes) {
-        if (!on || nbytes > MAX_BYTES || !ggml_is_contiguous(tensor)) {
-            return nullptr;
-        }
-        root   = root_of(tensor);
-        data   = tensor->data;
-        form   = form_new;
-        ne0    = tensor->ne[0];
-        ne1    = tensor->ne[1];
-        n_rows = ggml_nrows(tensor);
-        return buffer;
-    }
-
-private:
-    static const ggml_tensor * root_of(const ggml_tensor * tensor) {
-        return tensor->view_src ? tensor->view_src : tensor;
-    }
-
-    bool on = false;
-
-    const ggml_tensor * root = nullptr;
-    const void *        data = nullptr;
-
-    int     form   = ROWS;
-    int64_t ne0    = 0;
-    int64_t ne1    = 0;
-    int64_t n_rows = 0;
-};
-
-struct ggml_backend_cuda_context {
-    ggml_cuda_kept_rows kept_rows;
-
+ggml_backend_cuda_context::~ggml_backend_cuda_context() {
 """,
     ),
     Change(
@@ -94,13 +61,19 @@ struct ggml_backend_cuda_context {
         CUDA_CHECK(cudaEventDestroy(copy_event));
     }
 """,
-        """    if (kept_rows.buffer != nullptr) {
-        CUDA_CHECK(cudaFree(kept_rows.buffer));
-    }
+        """    ggml_cuda_kept_rows_free(*this);
     if (copy_event != nullptr) {
         CUDA_CHECK(cudaEventDestroy(copy_event));
     }
 """,
+    ),
+    *(
+        Change(path, f'#include "{include}"\n', f'#include "{include}"\n#include "{kept}"\n')
+        for path, include, kept in (
+            (_BACKEND, "ggml-cuda/common.cuh", "ggml-cuda/kept-rows.cuh"),
+            (_MMVQ, "vecdotq.cuh", "kept-rows.cuh"),
+            (_MMQ, "mmq.cuh", "kept-rows.cuh"),
+        )
     ),
     # Before a graph is recorded, for memory cannot be had while it is.
     Change(
@@ -116,7 +89,7 @@ struct ggml_backend_cuda_context {
         const char * env = getenv("GGML_CUDA_KEPT_ROWS");
         return env == nullptr || atoi(env) != 0;
     }();
-    auto & kept_rows = cuda_ctx->kept_rows;
+    auto & kept_rows = ggml_cuda_kept_rows_of(*cuda_ctx);
     if (keeps_rows && kept_rows.buffer == nullptr) {
         void * buffer = nullptr;
         constexpr size_t size = ggml_cuda_kept_rows::MAX_BYTES + ggml_cuda_kept_rows::PAD_BYTES;
@@ -148,9 +121,11 @@ _PRODUCTS = (
 
     ggml_cuda_pool_alloc<char> src1_q8_1(ctx.pool());
 
-    const char * src1_rows = ctx.kept_rows.find(src1, ggml_cuda_kept_rows::ROWS);
+    ggml_cuda_kept_rows & kept_rows = ggml_cuda_kept_rows_of(ctx);
+
+    const char * src1_rows = kept_rows.find(src1, ggml_cuda_kept_rows::ROWS);
     if (src1_rows == nullptr) {
-        char * rows = ctx.kept_rows.make_room(src1, ggml_cuda_kept_rows::ROWS, src1_q8_1_size);
+        char * rows = kept_rows.make_room(src1, ggml_cuda_kept_rows::ROWS, src1_q8_1_size);
         if (rows == nullptr) {
             rows = src1_q8_1.alloc(src1_q8_1_size);
         }
@@ -185,9 +160,11 @@ _PRODUCTS = (
 
         const int form = mmq_get_q8_1_ds_layout(src0->type);
 
-        const char * src1_rows = use_native_fp4 ? nullptr : ctx.kept_rows.find(src1, form);
+        ggml_cuda_kept_rows & kept_rows = ggml_cuda_kept_rows_of(ctx);
+
+        const char * src1_rows = use_native_fp4 ? nullptr : kept_rows.find(src1, form);
         if (src1_rows == nullptr) {
-            char * rows = use_native_fp4 ? nullptr : ctx.kept_rows.make_room(src1, form, nbytes_src1_q8_1);
+            char * rows = use_native_fp4 ? nullptr : kept_rows.make_room(src1, form, nbytes_src1_q8_1);
             if (rows == nullptr) {
                 rows = src1_q8_1.alloc(nbytes_src1_q8_1);
             }

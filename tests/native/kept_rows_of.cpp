@@ -1,7 +1,7 @@
-// What a card finds of the activations it quantized last: `kept_rows.h` is the part of common.cuh that says so.
+// What a card finds of the activations it quantized last.
 
 #include "ggml.h"
-#include "kept_rows.h"
+#include "kept-rows.cuh"
 
 #include <cstdio>
 
