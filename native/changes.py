@@ -11,6 +11,7 @@ from pathlib import Path
 
 from native.cell_window import CELL_WINDOW
 from native.cpu_masks import CPU_MASKS
+from native.delta_net_columns import DELTA_NET_COLUMNS
 from native.errors import BuildFailed
 from native.expert_groups import EXPERT_GROUPS
 from native.grouped_experts import GROUPED_EXPERTS
@@ -19,6 +20,8 @@ from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
 from native.row_blocks import ROW_BLOCKS
+from native.scattered_copies import SCATTERED_COPIES
+from native.shared_expert import SHARED_EXPERT
 from native.short_rows import SHORT_ROWS
 from native.source_change import Change
 from native.state_cells import STATE_CELLS
@@ -138,6 +141,9 @@ CHANGES = (
     *KEPT_ACTIVATIONS,
     *GROUPED_EXPERTS,
     *SHORT_ROWS,
+    *SCATTERED_COPIES,
+    *DELTA_NET_COLUMNS,
+    *SHARED_EXPERT,
 )
 
 

@@ -38,6 +38,7 @@ struct experts_shape {
     int n_pairs;
 };
 
+// Without ids all tokens are the first expert's.
 static __device__ __forceinline__ void experts_make_plan(
         const int32_t * ids, int * plan, int * shared, const int n_experts, const int n_pairs, const int n_used, const int ids_stride,
         const int columns, const bool is_whole) {
@@ -56,7 +57,7 @@ static __device__ __forceinline__ void experts_make_plan(
     }
     __syncthreads();
     for (int p = tid; p < n_pairs; p += EXPERTS_PREPARE) {
-        const int e = ids[(p/n_used)*ids_stride + p % n_used];
+        const int e = ids ? ids[(p/n_used)*ids_stride + p % n_used] : 0;
         if (e >= 0 && e < n_experts) {
             atomicAdd(count + e, 1);
         }
@@ -104,7 +105,7 @@ static __device__ __forceinline__ void experts_make_plan(
     }
     // The order of an expert's pairs is nobody's business: a token's results do not depend on its neighbours.
     for (int p = tid; p < n_pairs; p += EXPERTS_PREPARE) {
-        const int e = ids[(p/n_used)*ids_stride + p % n_used];
+        const int e = ids ? ids[(p/n_used)*ids_stride + p % n_used] : 0;
         if (e >= 0 && e < n_experts) {
             pairs[first[e] + atomicAdd(count + e, 1)] = p;
         }

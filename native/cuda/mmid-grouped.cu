@@ -57,6 +57,22 @@ static bool experts_know(const ggml_type type) {
     }
 }
 
+// Whether the kernels can do it at all.
+static bool experts_can(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst) {
+    if (!experts_know(src0->type) || src1->type != GGML_TYPE_F32 || dst->type != GGML_TYPE_F32) {
+        return false;
+    }
+    if (src0->ne[0] % EXPERTS_LANE != 0 || src0->ne[3] != 1 || src1->ne[3] != 1 || src0->nb[2] > INT32_MAX) {
+        return false;
+    }
+    if (src0->nb[0] != ggml_type_size(src0->type) || src0->nb[1] != ggml_row_size(src0->type, src0->ne[0]) ||
+            src0->nb[2] != src0->ne[1]*src0->nb[1] || src1->nb[0] != sizeof(float) || !ggml_is_contiguous(dst)) {
+        return false;
+    }
+    // Products of experts are with a model's weights. What a step computes itself may have padding that others clear.
+    return ggml_backend_buffer_get_usage(src0->buffer) != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+}
+
 bool ggml_cuda_should_use_mmid_grouped(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, const int cc) {
     static const experts_limits limits = experts_limits_of_environment();
 
@@ -70,18 +86,30 @@ bool ggml_cuda_should_use_mmid_grouped(const ggml_tensor * src0, const ggml_tens
     if (n_tokens < limits.fewest || n_pairs > limits.mean*n_experts || n_pairs > EXPERTS_MAX_PAIRS || n_experts > EXPERTS_MAX_EXPERTS) {
         return false;
     }
-    if (!experts_know(src0->type) || src1->type != GGML_TYPE_F32 || dst->type != GGML_TYPE_F32) {
+    return experts_can(src0, src1, dst);
+}
+
+// With more columns each reading of the weights is for three of them too often; larger matrices fill the card with tiles.
+constexpr int64_t SHARED_FEWEST      = 9;
+constexpr int64_t SHARED_MOST        = 32;
+constexpr int64_t SHARED_MAX_WEIGHTS = 1024*1024;
+
+bool ggml_cuda_should_use_shared_expert(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, const int cc) {
+    static const bool is_on = [] {
+        const char * text = getenv("GGML_CUDA_SHARED_EXPERT");
+        return text == nullptr || atoi(text) != 0;
+    }();
+
+    if (!is_on || !GGML_CUDA_CC_IS_NVIDIA(cc) || cc < GGML_CUDA_CC_AMPERE) {
         return false;
     }
-    if (src0->ne[0] % EXPERTS_LANE != 0 || src0->ne[3] != 1 || src1->ne[3] != 1 || src0->nb[2] > INT32_MAX) {
+    if (dst->ne[1] < SHARED_FEWEST || dst->ne[1] > SHARED_MOST || src0->ne[0]*src0->ne[1] > SHARED_MAX_WEIGHTS) {
         return false;
     }
-    if (src0->nb[0] != ggml_type_size(src0->type) || src0->nb[1] != ggml_row_size(src0->type, src0->ne[0]) ||
-            src0->nb[2] != src0->ne[1]*src0->nb[1] || src1->nb[0] != sizeof(float) || !ggml_is_contiguous(dst)) {
+    if (src0->ne[2] != 1 || src1->ne[2] != 1 || dst->ne[2] != 1 || dst->ne[3] != 1) {
         return false;
     }
-    // Products of experts are with a model's weights. What a step computes itself may have padding that others clear.
-    return ggml_backend_buffer_get_usage(src0->buffer) != GGML_BACKEND_BUFFER_USAGE_COMPUTE;
+    return experts_can(src0, src1, dst);
 }
 
 // The operands, and the memory that the two kernels of a product share.
@@ -106,7 +134,7 @@ static void launch_experts(ggml_backend_cuda_context & ctx, const experts_operan
     const dim3 n_prepare(1 + (of.n_values + EXPERTS_PREPARE - 1)/EXPERTS_PREPARE, 1, 1);
     const ggml_cuda_kernel_launch_params prepare(n_prepare, dim3(EXPERTS_PREPARE, 1, 1), 2*of.n_experts*sizeof(int), ctx.stream());
     ggml_cuda_kernel_launch(experts_prepare, prepare,
-        of.ids, plan.get(), of.n_experts, s.n_pairs, s.n_used, of.ids_stride, experts_item_columns(s), s.n_sections == 1,
+        of.ids, plan.get(), of.n_experts, s.n_pairs, s.n_used, of.ids_stride, experts_item_columns(s), of.ids && s.n_sections == 1,
         of.y, y.get(), s.ncols, s.n_channels_y, of.n_values, of.s11, of.s12, s.y_row_bytes, experts_in_registers<type>() ? s.lanes : 0);
 
     const int shared_bytes = EXPERTS_WARPS*2*steps*s.slot_bytes;
@@ -161,9 +189,13 @@ static void launch_experts_of(
 void ggml_cuda_mul_mat_id_grouped(
         ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * ids, ggml_tensor * dst,
         const ggml_cuda_mm_fusion_args_host * fusion) {
-    GGML_ASSERT(ids->type == GGML_TYPE_I32 && ids->nb[0] == sizeof(int32_t));
-    GGML_ASSERT(src1->ne[0] == src0->ne[0] && ids->ne[0] == dst->ne[1] && ids->ne[1] == dst->ne[2] && src1->ne[2] == dst->ne[2]);
-    GGML_ASSERT(dst->ne[0] == src0->ne[1]);
+    if (ids) {
+        GGML_ASSERT(ids->type == GGML_TYPE_I32 && ids->nb[0] == sizeof(int32_t));
+        GGML_ASSERT(ids->ne[0] == dst->ne[1] && ids->ne[1] == dst->ne[2]);
+    } else {
+        GGML_ASSERT(src0->ne[2] == 1);
+    }
+    GGML_ASSERT(src1->ne[0] == src0->ne[0] && src1->ne[2] == dst->ne[2] && dst->ne[0] == src0->ne[1]);
 
     experts_operands of{};
     if (fusion) {
@@ -194,8 +226,8 @@ void ggml_cuda_mul_mat_id_grouped(
     of.y          = (const float *) src1->data;
     of.s11        = (int64_t) (src1->nb[1]/sizeof(float));
     of.s12        = (int64_t) (src1->nb[2]/sizeof(float));
-    of.ids        = (const int32_t *) ids->data;
-    of.ids_stride = (int) (ids->nb[1]/sizeof(int32_t));
+    of.ids        = ids ? (const int32_t *) ids->data : nullptr;
+    of.ids_stride = ids ? (int) (ids->nb[1]/sizeof(int32_t)) : 0;
     of.n_experts  = (int) src0->ne[2];
     of.n_values   = (int) (src1->ne[0]*src1->ne[1]*src1->ne[2]);
     of.dst        = (float *) dst->data;
@@ -205,6 +237,24 @@ void ggml_cuda_mul_mat_id_grouped(
     } else {
         launch_experts_of<false>(src0->type, ctx, of, s);
     }
+}
+
+// Columns as tokens of one slot.
+static ggml_tensor tokens_of_one_slot(const ggml_tensor * matrix) {
+    ggml_tensor tokens = *matrix;
+    tokens.ne[1] = 1;
+    tokens.ne[2] = matrix->ne[1];
+    tokens.nb[2] = matrix->nb[1];
+    tokens.nb[3] = matrix->nb[1]*matrix->ne[1];
+    return tokens;
+}
+
+void ggml_cuda_mul_mat_shared_expert(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst,
+        const ggml_cuda_mm_fusion_args_host * fusion) {
+    const ggml_tensor y = tokens_of_one_slot(src1);
+    ggml_tensor out = tokens_of_one_slot(dst);
+    ggml_cuda_mul_mat_id_grouped(ctx, src0, &y, nullptr, &out, fusion);
 }
 
 #else
@@ -218,6 +268,18 @@ void ggml_cuda_mul_mat_id_grouped(
         ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * ids, ggml_tensor * dst,
         const ggml_cuda_mm_fusion_args_host * fusion) {
     GGML_UNUSED_VARS(ctx, src0, src1, ids, dst, fusion);
+    GGML_ABORT("not built");
+}
+
+bool ggml_cuda_should_use_shared_expert(const ggml_tensor * src0, const ggml_tensor * src1, const ggml_tensor * dst, const int cc) {
+    GGML_UNUSED_VARS(src0, src1, dst, cc);
+    return false;
+}
+
+void ggml_cuda_mul_mat_shared_expert(
+        ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1, ggml_tensor * dst,
+        const ggml_cuda_mm_fusion_args_host * fusion) {
+    GGML_UNUSED_VARS(ctx, src0, src1, dst, fusion);
     GGML_ABORT("not built");
 }
 

@@ -220,6 +220,11 @@ CASES = [
     Case(Q.Q6_K, 2048, 7, 12, 10, 3),
     Case(Q.Q6_K, 512, 19, 12, 40, 6, channels=6, gate=True),
     Case(Q.Q6_K, 2304, 6, 5, 9, 4, bias=True),
+    # every token's expert
+    Case(Q.Q4_0, 2048, 10, 1, 32, 1, gate=True),
+    Case(Q.Q8_0, 512, 37, 1, 10, 1, gate=True),
+    Case(Q.Q4_K, 2304, 7, 1, 9, 1, gate=True),
+    Case(Q.Q6_K, 2048, 5, 1, 11, 1, gate=True),
     *(Case(type, 768, 5, 6, 9, 3, gate=type in (Q.Q4_1, Q.IQ4_XS)) for type in (*SCALES, Q.MXFP4)),
 ]
 
@@ -256,6 +261,17 @@ def test_which_steps_take_this_way(program: Path) -> None:
     assert takes("2", nine, few) == [False, False]
     assert takes("nonsense", nine) == [True]
     assert takes(None, Case(Q.Q4_0, 96, 2, 8, 9, 2)) == [False]  # no whole lanes
+
+
+def test_which_steps_take_the_expert_of_all_tokens_this_way(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes(*cases: Case) -> list[bool]:
+        return [got is not None for got in run(program, [Inputs(case) for case in cases], None)]
+
+    steps = [Case(Q.Q4_0, 64, 2, 1, tokens, 1, gate=True) for tokens in (8, 9, 32, 33)]
+    assert takes(*steps) == [False, True, True, False]
+    assert takes(Case(Q.Q4_0, 2048, 514, 1, 9, 1, gate=True)) == [False]  # large matrices have tiles enough
+    monkeypatch.setenv("GGML_CUDA_SHARED_EXPERT", "0")
+    assert takes(*steps) == [False] * 4
 
 
 def test_the_pinned_source_takes_the_changes(tree: Path) -> None:

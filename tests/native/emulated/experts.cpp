@@ -59,8 +59,16 @@ int main() {
         if (shape[7] && shape[8]) { fusion.gate_bias = &C; }
 
         memset(dynamic_shared, 0xFF, sizeof(dynamic_shared)); // not numbers
-        const int takes = ggml_cuda_should_use_mmid_grouped(&X, &Y, &D, 900);
-        if (takes) {
+        int takes;
+        if (experts == 1 && slots == 1 && shape[7]) { // every token's expert: a product of matrices
+            ggml_tensor Z{{ncols, tokens, 1, 1}, {4, 4ul*ncols, 4ul*ncols*tokens, 4ul*ncols*tokens}, y.data()}, E{{nrows, tokens, 1, 1}, {}, out.data()};
+            Z.type = E.type = GGML_TYPE_F32;
+            takes = ggml_cuda_should_use_shared_expert(&X, &Z, &E, 900);
+            if (takes) {
+                ggml_backend_cuda_context ctx;
+                ggml_cuda_mul_mat_shared_expert(ctx, &X, &Z, &E, &fusion);
+            }
+        } else if ((takes = ggml_cuda_should_use_mmid_grouped(&X, &Y, &D, 900))) {
             ggml_backend_cuda_context ctx;
             ggml_cuda_mul_mat_id_grouped(ctx, &X, &Y, &I, &D, shape[7] || shape[8] ? &fusion : nullptr);
         }
