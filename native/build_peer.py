@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from native import changes
 from native.llama_source import fetch_source, pinned
 
 TARGETS = ("llama-server", "llama-bench", "llama-batched-bench")
@@ -43,6 +44,20 @@ def build(source: Path, folder: Path, flags: tuple[str, ...] = ()) -> None:
         ["cmake", "--build", str(objects), "-j", jobs, "--target", *TARGETS], check=True, timeout=BUILD_TIMEOUT_S
     )
     shutil.copytree(objects / "bin", folder / "bin", symlinks=True, dirs_exist_ok=True)
+
+
+def build_changed(source: Path, folder: Path, out: Path, flags: tuple[str, ...] = ()) -> None:
+    """Hydra's own libraries out of the objects that `build` left in `folder`: what its changes of the source touch is compiled
+    again. They lie in `out` then, and `folder`/bin keeps the others. Raises BuildFailed for a source that they do not fit."""
+    changes.apply(source)
+    objects = folder / "objects"
+    # The changes bring files that the first configuration has not seen.
+    subprocess.run(["cmake", "-S", str(source), "-B", str(objects), *FLAGS, *flags], check=True)
+    command = ["cmake", "--build", str(objects), "-j", str(len(os.sched_getaffinity(0))), "--target", "llama"]
+    subprocess.run(command, check=True, timeout=BUILD_TIMEOUT_S)
+    out.mkdir(parents=True, exist_ok=True)
+    for library in (objects / "bin").glob("lib*.so*"):
+        shutil.copy2(library, out / library.name, follow_symlinks=False)
 
 
 def main(requirements: Path, folder: Path) -> None:

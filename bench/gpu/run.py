@@ -1,14 +1,16 @@
 """Builds for the card, writes the model and runs the benches, stage by stage; `run.sh` sets up Python and calls this.
 
-    bash run.sh [--limit-s 560] [--out DIR] [--tiny] [--model NAME] [--binaries DIR] STAGE...
+    bash run.sh [--limit-s 560] [--out DIR] [--tiny] [--model NAME] [--binaries DIR [--library DIR]] STAGE...
 
 Stages (what an earlier call left in the work folder is used again):
-  prepare       build llama.cpp for the card and write the model, both at once
+  prepare       build llama.cpp for the card, then once more what native/changes.py changes of it, for our engine;
+                the model is written meanwhile
   short-greedy  1, 8, 32 streams, contexts of 128 tokens, greedy, next to batched-bench
   short-topk    the same with top-k/top-p sampling
   long-greedy   contexts of 8,192 tokens
   long-topk
   prefix        five-turn conversations
+  step          where the time of a step goes, operation by operation
   spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
   handoff       conversations between two engines on the card, while they write and idle, hybrid and dense, 8k to 64k tokens
   placement     memory of twenty placements, predicted and taken
@@ -40,9 +42,11 @@ from bench.grid import COLUMNS, CellResults, table_row
 from bench.measures import median
 from bench.report import print_table
 from bench.vocabulary import ROOT
-from native import build_peer
+from engines.native_library import LIBRARY_VARIABLE
+from native import build_peer, changes
 
 PEER = ROOT / "build" / "peer"
+OURS = PEER / "ours"  # libraries of our engine
 LEAST_STAGE_S = 20.0
 END_S = 15.0
 LOCALE_SYMBOLS = ("_ZNSt6localeC1Ev", "_ZNSt6localeD1Ev", "_ZNSt6locale7classicEv")  # of libstdc++ itself
@@ -59,6 +63,7 @@ BENCHES: dict[str, list[str]] = {
     "long-greedy": ["engine", *LONG, "--sampling", "greedy", "--ceiling"],
     "long-topk": ["engine", *LONG, "--sampling", "topk"],
     "prefix": ["prefix", "--rounds", "1"],
+    "step": ["step", "--streams", "1,8,32"],
     "spec": ["spec", "--rounds", "2", "--new-tokens", "256", "--peer-form", "default+bare"],
     "handoff": ["handoff", "--model", "synthetic:35b-a3b-kv", "--model", "synthetic:kv", "--rounds", "1"],
     "placement": ["placement"],
@@ -80,6 +85,7 @@ class Call:
     model: str
     tiny: bool
     binaries: Path | None
+    library: Path | None
     ends_at: float
     compute_capability: str | None
 
@@ -108,6 +114,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--binaries", type=Path, help="folder of built binaries and libraries to use instead of building"
     )
+    parser.add_argument("--library", type=Path, help="folder of our engine's libraries beside them (default: the same)")
     options = parser.parse_args(arguments)
     call = Call(
         options.bundle,
@@ -116,6 +123,7 @@ def main(arguments: list[str]) -> int:
         options.model,
         options.tiny,
         options.binaries,
+        options.library,
         time.monotonic() + options.limit_s,
         compute_capability(),
     )
@@ -159,16 +167,25 @@ def prepare(call: Call) -> bool:
     unpack(call)
     if call.binaries is not None:
         _link(PEER / "bin", call.binaries.resolve())
-    # Before the writer starts: it imports the bindings, which look for their libraries at once.
+    if call.library is not None:
+        _link(OURS, call.library.resolve())
     (PEER / "bin").mkdir(parents=True, exist_ok=True)
     _link(call.work / "site" / "llama_cpp" / "lib", PEER / "bin")
-    with _running([sys.executable, "-m", "bench", "model", call.model], call.logs / "model.log") as writer:
-        built = call.binaries is not None or (PEER / "built").exists() or build(call)
+    with _running(_writer(call.model), call.logs / "model.log") as writer:
+        built = call.binaries is not None or (build(call) and build_ours(call))
         written = _wait(writer, call) == 0
     for name, done in (("build", built), ("model", written)):
         if not done:
             print((call.logs / f"{name}.log").read_text(errors="replace")[-3000:])
     return built and written
+
+
+def _writer(model: str) -> list[str]:
+    """Without the rest of `bench`, which imports the bindings: their libraries are not there yet. A path names a file."""
+    if not model.startswith("synthetic:"):
+        return [sys.executable, "-c", "import sys; open(sys.argv[1]).close()", model]
+    code = "import sys; from bench.models import named_model; named_model(sys.argv[1])"
+    return [sys.executable, "-c", code, model.removeprefix("synthetic:")]
 
 
 def unpack(call: Call) -> None:
@@ -182,21 +199,43 @@ def unpack(call: Call) -> None:
 
 
 def build(call: Call) -> bool:
-    """Compiles in a process of its own, so that its output lands in a log and its time is bounded."""
-    flags: tuple[str, ...] = ()
-    if call.compute_capability:
-        arch = call.compute_capability.replace(".", "")
-        flags = ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={arch}")
-    code = "import sys; from pathlib import Path; from native.build_peer import build; "
-    code += "build(Path(sys.argv[1]), Path(sys.argv[2]), tuple(sys.argv[3:]))"
-    source = PEER / "source" / "bundle" / "vendor" / "llama.cpp"
-    command = [sys.executable, "-c", code, str(source), str(PEER), *flags]
-    with _running(command, call.logs / "build.log") as process:
-        done = _wait(process, call) == 0
-    if done and all((PEER / "bin" / name).exists() for name in build_peer.TARGETS):
-        (PEER / "built").write_text(" ".join(flags))
+    """llama.cpp as it is, for llama-server and its benches."""
+    if (PEER / "built").exists():
+        return True
+    if _compiled(call, "build", PEER) and all((PEER / "bin" / name).exists() for name in build_peer.TARGETS):
+        (PEER / "built").write_text(" ".join(_flags(call)))
         return True
     return False
+
+
+def build_ours(call: Call) -> bool:
+    """Our engine's libraries. Those of other changes are not built upon."""
+    stamp = PEER / "ours.for"
+    if stamp.exists() and stamp.read_text() != changes.digest():
+        print(f"{OURS} was built with other changes; begin with an empty work folder")
+        return False
+    if (OURS / "libllama.so").exists() and stamp.exists():
+        return True
+    if not _compiled(call, "build_changed", PEER, OURS):
+        return False
+    stamp.write_text(changes.digest())
+    return True
+
+
+def _compiled(call: Call, name: str, *folders: Path) -> bool:
+    """Compiles in a process of its own, so that its output lands in a log and its time is bounded."""
+    code = f"import sys; from pathlib import Path; from native.build_peer import {name}; "
+    code += f"{name}(*map(Path, sys.argv[1:{2 + len(folders)}]), tuple(sys.argv[{2 + len(folders)}:]))"
+    source = PEER / "source" / "bundle" / "vendor" / "llama.cpp"
+    command = [sys.executable, "-c", code, str(source), *map(str, folders), *_flags(call)]
+    with _running(command, call.logs / "build.log") as process:
+        return _wait(process, call) == 0
+
+
+def _flags(call: Call) -> tuple[str, ...]:
+    if not call.compute_capability:
+        return ()
+    return ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={call.compute_capability.replace('.', '')}")
 
 
 def _link(path: Path, target: Path) -> None:
@@ -216,6 +255,8 @@ def bench(name: str, call: Call) -> bool:
         return bench_kv(call)
     if name == "handoff":
         return bench_handoff(call)
+    if name == "step":
+        return bench_step(call)
     model = f"{call.model}-drafts" if name == "spec" else call.model
     command = [sys.executable, "-m", "bench", *BENCHES[name], "--model", model, "--logs", str(call.logs / name)]
     command += ["--out", str(call.results / f"{name}.json")]
@@ -243,6 +284,13 @@ def bench_kv(call: Call) -> bool:
     return _benched("kv", command, call)
 
 
+def bench_step(call: Call) -> bool:
+    command = [sys.executable, "-m", "bench", *BENCHES["step"], "--model", call.model]
+    command += ["--gpu-layers=-1", "--threads", "8"] if call.compute_capability else ["--threads", "1"]
+    command += ["--streams", "1", "--steps", "1"] if call.tiny else []
+    return _benched("step", command, call)
+
+
 def bench_handoff(call: Call) -> bool:
     """Two engines on one card, on the models of `kv`."""
     command = [sys.executable, "-m", "bench", *BENCHES["handoff"], "--logs", str(call.logs / "handoff")]
@@ -261,6 +309,8 @@ def _benched(name: str, command: list[str], call: Call) -> bool:
     text = call.results / f"{name}.txt"
     (call.results / f"{name}.json").unlink(missing_ok=True)  # of an earlier call: must not pass for this one's
     environment = {**os.environ, **standard_library_environment()}
+    if (OURS / "libllama.so").exists():
+        environment[LIBRARY_VARIABLE] = str(OURS)
     with _running(command, text, environment) as process:
         code = _wait(process, call)
     print(text.read_text(errors="replace")[-6000:], flush=True)
@@ -271,7 +321,8 @@ def standard_library_environment() -> dict[str, str]:
     """Libraries that carry libstdc++ inside and export it clash with the process's own; loading that one first helps."""
     if shutil.which("nm"):
         # Seen on a card: libggml-cuda.so and libggml-rpc.so exported it, libllama.so did not, and the engine crashed.
-        libraries = [PEER / "bin" / "libllama.so", *(PEER / "bin").glob("libggml*.so")]
+        folders = [folder for folder in (PEER / "bin", OURS) if folder.exists()]
+        libraries = [path for folder in folders for path in (folder / "libllama.so", *folder.glob("libggml*.so"))]
         listed = subprocess.run(["nm", "-D", "--defined-only", *libraries], capture_output=True, text=True, check=True)
         if not any(f" {name}\n" in listed.stdout for name in LOCALE_SYMBOLS):
             return {}
