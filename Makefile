@@ -17,7 +17,7 @@ run: $(STAMPS)/llama $(STAMPS)/run
 test: system-packages lint $(STAMPS)/llama
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-soak: system-packages $(STAMPS)/dev $(STAMPS)/llama
+soak: system-packages $(STAMPS)/dev $(STAMPS)/llama peer
 	$(BIN)/python -m pytest -m soak
 
 lint: $(STAMPS)/dev
