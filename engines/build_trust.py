@@ -7,20 +7,20 @@ another library, too. For the model itself it is given up either way. Standard l
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from engines.file_lock import locked
 from engines.process import write_private
 
 RECORD = "trust.json"
 LOCK = ".trust.lock"
+LOCK_WAIT_S = 10.0
 MAX_RECORD_BYTES = 1 << 20
 # So many native faults are no accident.
 MAX_FAULTS = 2
@@ -127,15 +127,8 @@ def excuse(folder: Path, model: str) -> None:
 
 
 def _change(folder: Path, change: Callable[[Trust], Trust]) -> Trust:
-    with _alone(folder.parent):
+    # Two engines of one build may end in the same moment.
+    with locked(folder.parent / LOCK, LOCK_WAIT_S):
         trust = change(read(folder))
         write_private(folder / RECORD, json.dumps(dataclasses.asdict(trust), indent=2, sort_keys=True) + "\n")
     return trust
-
-
-@contextlib.contextmanager
-def _alone(home: Path) -> Iterator[None]:
-    """Two engines of one build may end in the same moment."""
-    with (home / LOCK).open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

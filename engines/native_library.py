@@ -7,21 +7,19 @@ library only, so that the build runs anywhere.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import platform
 import re
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from engines import build_trust
 from engines.build_trust import Trust
 from engines.cuda_images import CudaImages, capability
+from engines.file_lock import locked
 
 CPU = "cpu"
 FOLDER = "native"
@@ -142,31 +140,16 @@ def choose(home: Path, arch: str, package: str, model: str = "") -> Build | None
     return chosen
 
 
-@contextlib.contextmanager
-def starting(home: Path) -> Iterator[None]:
-    """No build is removed meanwhile. Nothing to hold where there is none. Raises OSError."""
+def starting(home: Path) -> AbstractContextManager[None]:
+    """No build is removed meanwhile. Nothing to hold where there is none. Raises TimeoutError, OSError."""
     if not home.joinpath(FOLDER).is_dir():
-        yield
-        return
-    with home.joinpath(FOLDER, LOCK).open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_SH)
-        yield
+        return nullcontext()
+    return locked(home / FOLDER / LOCK, LOCK_WAIT_S, shared=True)
 
 
-@contextlib.contextmanager
-def removing(home: Path) -> Iterator[None]:
-    """No engine is started meanwhile. Raises TimeoutError while one is for longer than LOCK_WAIT_S, OSError."""
-    deadline = time.monotonic() + LOCK_WAIT_S
-    with home.joinpath(FOLDER, LOCK).open("w") as stream:
-        while True:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("engines are being started all the time") from None
-                time.sleep(0.1)
-        yield
+def removing(home: Path) -> AbstractContextManager[None]:
+    """No engine is started meanwhile. Raises TimeoutError, OSError."""
+    return locked(home / FOLDER / LOCK, LOCK_WAIT_S)
 
 
 def cpu_digest(cpuinfo: str | None = None) -> str:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -37,10 +36,7 @@ from typing import Any
 
 import psutil
 
-from bench import ceiling
-from bench.grid import COLUMNS, CellResults, table_row
-from bench.measures import median
-from bench.report import print_table
+from bench.gpu import results
 from bench.vocabulary import ROOT
 from engines.native_library import LIBRARY_VARIABLE
 from native import build_peer, changes
@@ -132,7 +128,7 @@ def main(arguments: list[str]) -> int:
     card = f"compute capability {call.compute_capability}" if call.compute_capability else "CPU only"
     print(f"{card}; stages: {', '.join(options.stages)}; {options.limit_s:.0f} s", flush=True)
     outcomes = [_stage(name, call) for name in options.stages]
-    print_all(call)
+    results.print_all(call.results, call.model, BENCHES)
     return 0 if all(outcomes) else 1
 
 
@@ -145,7 +141,8 @@ def _stage(name: str, call: Call) -> bool:
     print(f"== {name}", flush=True)
     done = prepare(call) if name == "prepare" else bench(name, call)
     print(f"== {name}: {'done' if done else 'FAILED or cut short'} in {time.monotonic() - started:.0f} s", flush=True)
-    hand_over(call)
+    if call.out is not None:
+        results.hand_over(call.results, call.logs, call.out)
     return done
 
 
@@ -367,49 +364,6 @@ def _wait(process: psutil.Popen, call: Call) -> int | None:
     except (psutil.TimeoutExpired, subprocess.TimeoutExpired):
         return None
     return code
-
-
-# --- results ----------------------------------------------------------------------------------------
-
-
-def hand_over(call: Call) -> None:
-    """Puts everything measured so far into three files of the results' folder."""
-    if call.out is None:
-        return
-    call.out.mkdir(parents=True, exist_ok=True)
-    (call.out / "results.json").write_text(json.dumps(_details(call), indent=1))
-    texts = [f"== {path.stem}\n{path.read_text(errors='replace')}" for path in sorted(call.results.glob("*.txt"))]
-    (call.out / "tables.txt").write_text("\n".join(texts))
-    with tarfile.open(call.out / "logs.tar.xz", "w:xz") as archive:
-        archive.add(call.logs, "logs")
-
-
-def _details(call: Call) -> dict[str, Any]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(call.results.glob("*.json"))}
-
-
-def print_all(call: Call) -> None:
-    """One table of every cell that the work folder has results of, then the reuse of each model."""
-    details = _details(call)
-    engines = [details[name] for name in BENCHES if name in details and BENCHES[name][0] == "engine"]
-    ceilings = [row for one in engines for row in one["ceiling"]]
-    measured = [CellResults.from_dict(cell) for one in engines for cell in one["cells"] if cell["rounds"]]
-    rows = [[*table_row(results), ceiling.rate(ceilings, results.cell)] for results in measured]
-    if rows:
-        print_table(f"{call.model}: Hydra and llama-server", [*COLUMNS, "ceiling"], rows)
-    for model, forms in details.get("prefix", {}).items():
-        print(f"prefix, {model}: ", end="")
-        _print_reuse(forms)
-
-
-def _print_reuse(forms: dict[str, list[dict[str, Any]]]) -> None:
-    texts = []
-    for form, turns in forms.items():
-        later = [turn for turn in turns if turn["turn"] > 0]
-        share = sum(turn["cached_tokens"] for turn in later) / sum(turn["reusable_tokens"] for turn in later)
-        first_ms = (median([turn["first_token_s"] for turn in later]) or 0.0) * 1000
-        texts.append(f"{form} cached {share:.3f}, first token {first_ms:.1f} ms")
-    print("; ".join(texts))
 
 
 if __name__ == "__main__":

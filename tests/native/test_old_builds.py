@@ -83,7 +83,8 @@ def test_nothing_goes_while_an_engine_is_started(
     with native_library.starting(tmp_path):
         assert remove_old(tmp_path, {PACKAGE}, SOURCE) == []
     assert left(tmp_path) == {"a", "b", "c"}
-    assert "could not be removed: engines are being started" in capfd.readouterr().err
+    lock = tmp_path / "native" / native_library.LOCK
+    assert f"could not be removed: {lock} has been locked by others" in capfd.readouterr().err
     assert remove_old(tmp_path, {PACKAGE}, SOURCE) == ["a"]
 
 
