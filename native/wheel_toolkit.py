@@ -8,6 +8,7 @@ library. A folder of links adds these.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,9 +41,19 @@ def completed(root: Path, folder: Path) -> Path:
         plain = library.name.partition(".so.")[0]
         if plain != library.name:
             (folder / "lib64" / f"{plain}.so").symlink_to(library)
-    # Whoever loads the result has a driver; only its name is needed to link against it.
-    command = ["c++", "-shared", "-x", "c++", "/dev/null", f"-Wl,-soname,{_DRIVER}"]
+    # Whoever loads the result has a driver; only its name is needed to link against it. Compilers that link what is needed alone
+    # (Ubuntu's) drop a library without the functions that are called, and then the result finds none of them where it is loaded.
+    command = ["cc", "-shared", "-fPIC", "-fno-builtin", "-x", "c", "-", f"-Wl,-soname,{_DRIVER}"]
     stub = folder / "lib64" / "stubs" / "libcuda.so"
-    subprocess.run([*command, "-o", str(stub)], check=True, timeout=LINK_TIMEOUT_S, capture_output=True)
+    functions = "".join(f"void {name}(void) {{}}\n" for name in _driver_functions(root))
+    subprocess.run(
+        [*command, "-o", str(stub)], input=functions.encode(), check=True, timeout=LINK_TIMEOUT_S, capture_output=True
+    )
     (folder / "lib").symlink_to("lib64")
     return folder
+
+
+def _driver_functions(root: Path) -> list[str]:
+    """All that the driver's header may name a function, with the versions that it stands for (`cuMemAlloc_v2`)."""
+    header = root / "include" / "cuda.h"
+    return sorted(set(re.findall(r"\bcu[A-Z]\w*", header.read_text(errors="replace")))) if header.is_file() else []

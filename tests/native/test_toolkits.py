@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,20 @@ def test_wheels_become_a_toolkit_by_links(tmp_path: Path) -> None:
     assert (made / "lib64" / "stubs" / "libcuda.so").read_bytes()[:4] == b"\x7fELF"
     assert not wheel_toolkit.is_of_wheels(made)
     assert toolkits.look_at(made) == Toolkit(made, "13.0.88", True)
+
+
+def test_what_is_linked_against_a_toolkit_of_wheels_asks_for_the_driver(tmp_path: Path) -> None:
+    """Also with compilers that link only what is needed, as Ubuntu's do."""
+    root = write_toolkit(tmp_path / "nvidia" / "cu13")
+    (root / "nvvm").mkdir()
+    (root / "lib").mkdir()
+    (root / "include").mkdir(exist_ok=True)
+    (root / "include" / "cuda.h").write_text(
+        "#define cuMemAlloc cuMemAlloc_v2\nCUresult CUDAAPI cuMemCreate(int);\nCUresult CUDAAPI cuMemAlloc(int);\n"
+    )
+    stub = wheel_toolkit.completed(root, tmp_path / "made") / "lib64" / "stubs" / "libcuda.so"
+    library = tmp_path / "libuser.so"
+    code = "void cuMemCreate(void); void cuMemAlloc_v2(void); void use(void) { cuMemCreate(); cuMemAlloc_v2(); }"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-x", "none", "-Wl,--as-needed,--no-undefined", str(stub)]
+    subprocess.run([*command, "-o", str(library)], input=code.encode(), check=True, timeout=60)
+    assert b"libcuda.so.1" in library.read_bytes()
