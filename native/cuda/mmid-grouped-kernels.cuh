@@ -33,28 +33,28 @@ struct experts_place {
         return item == other.item && group == other.group && section == other.section;
     }
 
-    __device__ __forceinline__ void advance(const experts_shape & s, const experts_item * items) {
+    __device__ __forceinline__ void advance(const experts_shape & s) {
         if (++section == s.n_sections) {
             section = 0;
             if (++group == s.n_groups) {
                 group = 0;
-                item += items[item].parts;
+                ++item;
             }
         }
     }
 };
 
-// The first group from a position among all items' groups on. Of an expert with several parts each group counts as often.
+// The first group that begins at a position of all items' costs or behind it.
 static __device__ __forceinline__ experts_place experts_at(
-        const experts_item * items, const int n_items, const experts_shape & s, const int position) {
+        const experts_item * items, const short * item_of, const int n_items, const int n_costs, const experts_shape & s, const int position) {
     const int i = position/s.n_groups;
-    if (i >= n_items) {
+    if (i >= n_costs) {
         return {n_items, 0, 0};
     }
-    const int parts = items[i].parts;
-    const int item  = i - items[i].part;
-    const int group = (position - item*s.n_groups + parts - 1)/parts;
-    return group < s.n_groups ? experts_place{item, group, 0} : experts_place{item + parts, 0, 0};
+    const int item = item_of[i];
+    const experts_item own = items[item];
+    const int group = (position - own.before*s.n_groups + own.cost - 1)/own.cost;
+    return group < s.n_groups ? experts_place{item, group, 0} : experts_place{item + 1, 0, 0};
 }
 
 // Where the step's rows begin, from the first expert's first weight on.
@@ -269,18 +269,20 @@ static __global__ void mul_mat_experts(
 
     ggml_cuda_pdl_sync();
     const int n_items = plan_ptr[0];
+    const int n_costs = plan_ptr[1];
     const experts_item * items = (const experts_item *) (plan_ptr + 4);
 
-    // This warp's share of all groups.
+    // This warp's share of what all groups cost.
+    const int * pairs = (const int *) (items + s.n_pairs);
+    const short * item_of = (const short *) (pairs + s.n_pairs);
     const int warp    = blockIdx.x*EXPERTS_WARPS + threadIdx.y;
     const int n_warps = gridDim.x*EXPERTS_WARPS;
-    const int64_t n_all = (int64_t) n_items*s.n_groups;
-    experts_place place = experts_at(items, n_items, s, (int) (n_all*warp/n_warps));
-    const experts_place stop = experts_at(items, n_items, s, (int) (n_all*(warp + 1)/n_warps));
+    const int64_t n_all = (int64_t) n_costs*s.n_groups;
+    experts_place place = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*warp/n_warps));
+    const experts_place stop = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*(warp + 1)/n_warps));
     if (place.is(stop)) {
         return;
     }
-    const int * pairs = (const int *) (items + s.n_pairs);
     const int stage_bytes = steps*s.slot_bytes;
     char * stages = (char *) experts_stages + threadIdx.y*2*stage_bytes;
 
@@ -292,7 +294,7 @@ static __global__ void mul_mat_experts(
     experts_copy<type, steps, has_gate>(x, gate, item.expert, s, copied, stages);
 
     for (int i = 0; !place.is(stop); ++i) {
-        copied.advance(s, items);
+        copied.advance(s);
         if (!copied.is(stop)) {
             experts_copy<type, steps, has_gate>(x, gate, items[copied.item].expert, s, copied, stages + (i + 1) % 2*stage_bytes);
         } else {
@@ -322,7 +324,7 @@ static __global__ void mul_mat_experts(
         __syncwarp(); // before the stage is written anew
 
         const int before = place.item;
-        place.advance(s, items);
+        place.advance(s);
         is_new = place.item != before;
         if (is_new && !place.is(stop)) {
             item = items[place.item];

@@ -11,15 +11,25 @@ constexpr int EXPERTS_SECTION = 2048; // weights of a row that a warp multiplies
 constexpr int EXPERTS_LANE    = 64;   // of which a lane takes so many
 constexpr int EXPERTS_PREPARE = 256;  // threads of the first kernel's CUDA blocks
 
-// Tokens of one expert. A plan: the number of items, three ints of nothing, the items, the pairs sorted by expert. An expert of many
-// tokens stands there several times, as what it costs: with parts of its tokens, or with all of them and a number for each time.
+// What a group of an item's rows costs, in parts of about a hundred instructions: reading the weights, and multiplying each token.
+constexpr int EXPERTS_READ_COST  = 3;
+constexpr int EXPERTS_TOKEN_COST = 4;
+
+// Tokens of one expert. A plan: the number of items, what a group of each of them costs together, two ints of nothing, the items, the
+// pairs sorted by expert, and for each part of the cost its item.
 struct experts_item {
     int expert;
     int first; // pair
     int count;
-    short part;
-    short parts;
+    short before; // what the items before it cost
+    short cost;
 };
+
+// In ints, for all pairs with experts of their own.
+static constexpr __host__ __device__ int experts_plan_size(const int n_pairs) {
+    constexpr int item_size = sizeof(experts_item)/sizeof(int);
+    return 4 + (item_size + 1)*n_pairs + ((EXPERTS_READ_COST + EXPERTS_TOKEN_COST)*n_pairs + 1)/2;
+}
 
 struct experts_shape {
     int ncols;  // weights of a row
@@ -49,6 +59,7 @@ static __device__ __forceinline__ void experts_make_plan(
 
     experts_item * items = (experts_item *) (plan + 4);
     int * pairs = (int *) (items + n_pairs);
+    short * item_of = (short *) (pairs + n_pairs);
     int * count = shared;
     int * first = shared + n_experts;
 
@@ -69,7 +80,8 @@ static __device__ __forceinline__ void experts_make_plan(
     for (int e0 = 0; e0 < n_experts; e0 += EXPERTS_PREPARE) {
         const int e   = e0 + tid;
         const int n   = e < n_experts ? count[e] : 0;
-        const int own = n | ((n + columns - 1)/columns) << 16;
+        const int most = is_whole && n > 0 ? n : columns; // of an item
+        const int own = n | ((n + most - 1)/most) << 16;
         int sum = own;
 #pragma unroll
         for (int offset = 1; offset < WARP_SIZE; offset *= 2) {
@@ -88,13 +100,15 @@ static __device__ __forceinline__ void experts_make_plan(
         if (e < n_experts) {
             first[e] = before & 0xFFFF;
             count[e] = 0;
-            const short parts = (n + columns - 1)/columns;
-            for (short part = 0; part < parts; ++part) {
-                const int c = part*columns;
-                if (is_whole) {
-                    items[(before >> 16) + part] = {e, before & 0xFFFF, n, part, parts};
-                } else {
-                    items[(before >> 16) + part] = {e, (before & 0xFFFF) + c, n - c < columns ? n - c : columns, 0, 1};
+            int item = before >> 16;
+            for (int c = 0; c < n; c += most, ++item) {
+                const int pair = (before & 0xFFFF) + c;
+                const int n_own = n - c < most ? n - c : most;
+                const int from = EXPERTS_READ_COST*item + EXPERTS_TOKEN_COST*pair;
+                const int cost = EXPERTS_READ_COST + EXPERTS_TOKEN_COST*n_own;
+                items[item] = {e, pair, n_own, (short) from, (short) cost};
+                for (int i = 0; i < cost; ++i) {
+                    item_of[from + i] = (short) item;
                 }
             }
         }
@@ -102,6 +116,7 @@ static __device__ __forceinline__ void experts_make_plan(
     }
     if (tid == 0) {
         plan[0] = base >> 16;
+        plan[1] = EXPERTS_READ_COST*(base >> 16) + EXPERTS_TOKEN_COST*(base & 0xFFFF);
     }
     // The order of an expert's pairs is nobody's business: a token's results do not depend on its neighbours.
     for (int p = tid; p < n_pairs; p += EXPERTS_PREPARE) {

@@ -173,7 +173,7 @@ template <ggml_type type> static constexpr __host__ __device__ int experts_steps
     return EXPERTS_SECTION/ggml_cuda_type_traits<type>::qk*ggml_cuda_type_traits<type>::bs <= 1152 ? 4 : 2;
 }
 
-// An expert of more tokens than this costs as much as two. What takes several sections has one sum for each token on the way and
+// Tokens of an item that does not have all of its expert's. What takes several sections has one sum for each token on the way and
 // reads the weights anew for more.
 static constexpr int experts_item_columns(const experts_shape & s) {
     return s.n_sections > 1 ? EXPERTS_COLUMNS : 2*EXPERTS_COLUMNS;

@@ -254,8 +254,12 @@ def test_which_steps_take_this_way(program: Path) -> None:
     def takes(limits: str | None, *cases: Case) -> list[bool]:
         return [got is not None for got in run(program, [Inputs(case) for case in cases], limits)]
 
-    few, nine, many = (Case(Q.Q4_0, 64, 2, 8, tokens, 2) for tokens in (8, 9, 17))
-    assert takes(None, few, nine, many) == [False, True, False]  # 4 tokens for each of 8 experts are 16 tokens
+    few, nine, many = (Case(Q.Q4_0, 64, 2, 8, tokens, 2) for tokens in (8, 9, 33))
+    assert takes(None, few, nine, many) == [False, True, False]  # 8 tokens for each of 8 experts are 32 tokens
+    # What is not multiplied from registers has to have long rows, and 2 tokens for each of 8 experts.
+    short, long, crowded = (Case(Q.Q6_K, *sizes, 2) for sizes in ((512, 2, 16, 9), (1024, 2, 16, 9), (1024, 2, 8, 9)))
+    assert takes(None, short, long, crowded) == [False, True, False]
+    assert takes("4,9", short, crowded) == [True, True]
     assert takes("0", nine) == [False]
     assert takes("1000,2", few, many) == [True, True]
     assert takes("2", nine, few) == [False, False]
