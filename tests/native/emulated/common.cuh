@@ -131,6 +131,7 @@ void run_kernel(dim3 grid, dim3 block, const std::function<void()> & kernel);
 
 struct ggml_tensor {
     int64_t ne[4]; size_t nb[4]; void * data; int32_t op_params[16]; const ggml_tensor * src[5]; int type; void * buffer;
+    int op, flags;
 };
 inline int32_t ggml_get_op_params_i32(const ggml_tensor * tensor, int i) { return tensor->op_params[i]; }
 #define GGML_CUDA_CC_IS_NVIDIA(cc) ((cc) > 0)

@@ -1,11 +1,37 @@
 // A delta net's step on emulated threads, out of a build's gated_delta_net.cu (tests/native/test_delta_net_columns.py prepares it):
-// several columns in a warp give the bits that one in each gives.
+// several columns in a warp, and several rows of lanes in each, give the bits of one column in a warp.
 
 #include "device.cuh"
 #include "fibers.h"
 
 static uint3 init_fastdiv_values(uint64_t divisor) { return {0, 0, (unsigned) divisor}; }
 static unsigned fastdiv(unsigned n, uint3 divisor) { return n/divisor.z; }
+
+struct float4 { float x, y, z, w; };
+
+// Each thread's copies into shared memory, in groups: they arrive as late as they may.
+struct late_copy { float * to; const float * from; };
+static std::vector<std::vector<late_copy>> late[1024];
+static std::vector<late_copy> & open_group() {
+    auto & own = late[thread_number()];
+    if (own.empty()) { own.emplace_back(); }
+    return own.back();
+}
+static void emulated_load(float * to, const float * from) {
+    *to = NAN;
+    open_group().push_back({to, from});
+}
+static void emulated_end_chunk() {
+    open_group();
+    late[thread_number()].emplace_back();
+}
+static void emulated_wait(size_t n_groups) {
+    auto & own = late[thread_number()];
+    while (own.size() > n_groups + 1) { // behind the last one is the open one
+        for (const auto & each : own.front()) { *each.to = *each.from; }
+        own.erase(own.begin());
+    }
+}
 
 #include "gated_delta_net.cu"
 
@@ -54,7 +80,8 @@ template <bool keep> static bool is_same(int heads, int key_heads, int tokens, i
     const auto expected = run(false), got = run(true);
     const char * env = getenv("GGML_CUDA_GDN_COLUMNS");
     const bool two = env == nullptr || atoi(env) != 0; // on three SMs always
-    return got.second == (two ? S/8 : S/4) && got.first.size() == expected.first.size() &&
+    const bool many = gdn_takes_tokens(S, tokens, WARP_SIZE);
+    return got.second == (many ? S/GDN_BLOCK_COLUMNS : two ? S/8 : S/4) && got.first.size() == expected.first.size() &&
            memcmp(got.first.data(), expected.first.data(), 4*got.first.size()) == 0;
 }
 
@@ -71,6 +98,11 @@ int main() {
     expect("keys of several sequences", is_same<false>(2, 1, 2, 4, 2, 1, false));
     expect("kept states", is_same<true>(2, 2, 3, 2, 2, 5, false));
     expect("fewer kept states than tokens", is_same<true>(2, 2, 5, 2, 2, 3, false));
+    for (const int tokens : {3, 4, 8, 9, 21}) {
+        expect("many tokens", is_same<false>(2, 1, tokens, 1, 1, 1, false));
+        expect("many tokens in place", is_same<false>(1, 1, tokens, 2, 1, 1, true));
+        expect("many tokens with kept states", is_same<true>(2, 2, tokens, 1, 1, 4, false));
+    }
     const char * env = getenv("GGML_CUDA_GDN_COLUMNS");
     const bool on = env == nullptr || atoi(env) != 0;
     expect("many columns", gdn_takes_columns(128, 32, 2, 32, 132) == on);

@@ -67,8 +67,9 @@ template <int width, typename F> float warp_reduce(float value, F together) {
 template <int width> float warp_reduce_max(float value) {
     return warp_reduce<width>(value, [](float a, float b) { return fmaxf(a, b); });
 }
-template <int width> float warp_reduce_sum(float value) {
-    return warp_reduce<width>(value, [](float a, float b) { return a + b; });
+template <int width> float warp_reduce_sum(float value) { // in llama.cpp's order
+    for (int apart = width/2; apart > 0; apart /= 2) { value += __shfl_xor_sync(0xffffffff, value, apart); }
+    return value;
 }
 
 // Each lane lends something of its own, and one works with all of it.
