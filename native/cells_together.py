@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (the lines are those of llama.cpp)
 """A prompt's cells lie side by side in a cache that all sequences share.
 
 llama.cpp takes the next empty cells from where it took the last ones, or from the beginning again once enough of them are
@@ -5,10 +6,14 @@ empty. In a cache that conversations have come to and left, a prompt's parts the
 (native/cell_window.py) looks at all that lies between: a part of 2,048 rows at up to the whole cache. On an H200 parts of 4,096
 tokens of 32 prompts of 8,192 took up to 1.16 s, where a prompt alone took 0.4 s for as many.
 
-So a step of many tokens goes where it fits in one piece: shortly behind its sequence's last cell; else where that sequence's
-span grows least; of a sequence without cells into the longest empty stretch, so that what follows has room behind it. If
-nothing is long enough it is llama.cpp's way again. Steps of few tokens begin at the first empty cell behind the last ones
-taken, found by words of bits, not cell by cell.
+So a step's tokens go where they fit in one piece with a little room behind: shortly behind the last cell of their (first)
+sequence; else where that sequence's span grows least; of a sequence without cells into the longest empty stretch, so that what
+follows has room behind it. If nothing is long enough it is llama.cpp's way again, from the first empty cell on, found by words
+of bits.
+
+That holds for single tokens too. Streams that were written together leave cells that are empty one by one, and a stream that
+fills them moves its span's end with every token: a graph serves again as long as that stays within 256 cells, so every eighth
+token behind 32 streams built one anew.
 """
 
 from __future__ import annotations
@@ -24,40 +29,49 @@ CELLS_TOGETHER = (
         """    // the index of the first cell that is used
 """,
         """    // Where n tokens of a sequence find empty cells side by side, or size() if nowhere: shortly behind its last cell,
-    // else where its bounds grow least; without cells of its own the longest stretch.
+    // else where its bounds grow least; without cells of its own the longest stretch. Stretches that would soon be full
+    // come last: where a sequence's span ends matters to graphs that serve again.
     uint32_t find_together(uint32_t n, llama_seq_id seq_id) const {
-        constexpr uint32_t NEAR = 1024;
+        constexpr uint32_t NEAR  = 1024;
+        constexpr uint32_t SPARE = 64;
 
         const auto & own = seq_bounds[seq_id];
         const bool has_own = own.end > own.first;
 
-        uint32_t res  = size();
-        uint32_t best = 0;
-
-        for (uint32_t first = used.next_empty(0, size()); first < size();) {
-            const uint32_t end = used.next_used(first, size());
-            if (end - first >= n) {
-                if (!has_own) {
-                    if (res == size() || end - first > best) {
-                        res  = first;
-                        best = end - first;
-                    }
-                } else if (first >= own.end && first - own.end <= NEAR) {
+        if (has_own) {
+            const uint32_t limit = std::min(size(), own.end + NEAR);
+            for (uint32_t first = used.next_empty(own.end, limit); first < limit;) {
+                const uint32_t end = used.next_used(first, size());
+                if (end - first >= n + SPARE || (first == own.end && end - first >= n)) {
                     return first;
-                } else {
-                    // of a stretch that lies before, the last cells are the nearest
-                    const uint32_t at = first < own.first ? std::min(end, std::max(own.first, first + n)) - n : first;
-                    const uint32_t width = std::max(own.end, at + n) - std::min(own.first, at);
-                    if (res == size() || width < best) {
-                        res  = at;
-                        best = width;
-                    }
                 }
+                first = used.next_empty(end, std::max(end, limit));
             }
-            first = used.next_empty(end, size());
         }
 
-        return res;
+        for (const uint32_t spare : { SPARE, 0u }) {
+            uint32_t res  = size();
+            uint32_t best = 0;
+
+            for (uint32_t first = used.next_empty(0, size()); first < size();) {
+                const uint32_t end = used.next_used(first, size());
+                if (end - first >= n + spare) {
+                    // of a stretch that lies before the sequence, the last cells are the nearest
+                    const uint32_t at = !has_own || first >= own.first ? first : std::min(end, std::max(own.first, first + n)) - n;
+                    const uint32_t cost = has_own ? std::max(own.end, at + n) - std::min(own.first, at) : size() - (end - first);
+                    if (res == size() || cost < best) {
+                        res  = at;
+                        best = cost;
+                    }
+                }
+                first = used.next_empty(end, size());
+            }
+            if (res < size()) {
+                return res;
+            }
+        }
+
+        return size();
     }
 
     // the first empty cell from i on, or size()
@@ -80,12 +94,7 @@ CELLS_TOGETHER = (
 
         // what a window leaves behind is used again cell by cell
         if (!cont && n_stream == 1 && swa_type == LLAMA_SWA_TYPE_NONE) {
-            constexpr uint32_t MANY = 32;
-
-            uint32_t head_new = cells.size();
-            if (n_tokens >= MANY && n_tokens > ubatch.n_seqs_unq) {
-                head_new = cells.find_together(n_tokens, seq_id);
-            }
+            uint32_t head_new = cells.find_together(n_tokens, seq_id);
             if (head_new == cells.size()) {
                 head_new = cells.next_empty(head_cur);
             }

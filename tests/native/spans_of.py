@@ -1,7 +1,8 @@
 """How many cells the parts of some prompts look at, in a cache that conversations have come to and left, as a process that may
 use another llama.cpp: `… MODEL OUT`.
 
-OUT gets for each part of the last prompts what its attention spans, and how many tokens its sequence has then.
+OUT gets for each part of the last prompts what its attention spans, and how many tokens its sequence has then; and the same of
+each token of a stream that writes alone where others have left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engines.runtime.context_params import ContextParams
 from engines.runtime.llama import Batch
 from engines.runtime.placement import place
 
-SLOTS, PROMPT_TOKENS, PART_TOKENS, ANSWER_TOKENS = 16, 512, 128, 64
+SLOTS, PROMPT_TOKENS, PART_TOKENS, ANSWER_TOKENS, STEPS = 16, 512, 128, 64, 100
 
 
 class Cache:
@@ -86,6 +87,17 @@ def prompts(cache: Cache, slots: list[int]) -> list[tuple[int, int]]:
     return parts
 
 
+def alone(cache: Cache, slot: int) -> list[tuple[int, int]]:
+    """The slot's stream, among the cells of those that wrote together."""
+    cache.drop(slot)
+    cache.feed(40, slot)
+    steps = []
+    for _ in range(STEPS):
+        cache.feed(1, slot)
+        steps.append((cache.span, cache.tokens[slot]))
+    return steps
+
+
 if __name__ == "__main__":
     llama_log.install()
     llama_cpp.llama_backend_init()
@@ -96,5 +108,8 @@ if __name__ == "__main__":
         cache.drop(slot)
         cache.feed(order.randrange(40, 300), slot)
     found = prompts(cache, order.sample(range(SLOTS), SLOTS))
+    for slot in range(0, SLOTS, 2):
+        cache.drop(slot)
+    found += alone(cache, 1)
     np.save(Path(sys.argv[2]), np.array(found))
     cache.close()
