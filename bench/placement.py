@@ -1,4 +1,4 @@
-"""Twenty placements: memory predicted from the header, planned by llama.cpp, and as taken by a loaded model.
+"""Twenty-two placements: memory predicted from the header, planned by llama.cpp, and as taken by a loaded model.
 
 Each placement is a model, a form (layers, experts, slots, context, K/V types) and a device. With `--gpu-layers=-1` the device
 is the machine's card, else ggml's RPC server on loopback stands in for one. One of them is a model of experts on a card that
@@ -30,7 +30,9 @@ from engines.config import EngineConfig
 from pools.gguf_header import read_header
 from pools.ledger import Form, ModelFacts
 from pools.ledger_predict import predict
-from pools.placement import CARD_MARGIN_BYTES, Preview, Room, fit, previews, sized
+from pools.micro_batch import open_form
+from pools.placement import Preview, Room, fit, previews, sized
+from pools.placement_rooms import whole_card_bytes
 
 CARDS = {"Tesla P100": 16, "RTX 3060": 12, "RTX 5060 Ti": 16}  # GB as sold
 CARD_HOST_BYTES = 32 << 30
@@ -71,6 +73,7 @@ def small_placements() -> list[Placed]:
         Placed("kv", form(gpu_layers=0, slots=2, context_tokens=8192, **both), on_card=False),
         Placed("kv", form(slots=1, context_tokens=32768)),
         Placed("kv", form(micro_batch_tokens=128)),
+        Placed("kv", form(batch_tokens=4096, micro_batch_tokens=2048)),
         Placed("hybrid", form(gpu_layers=0), on_card=False),
         Placed("hybrid", form()),
         Placed("hybrid", form(gpu_layers=4)),
@@ -78,6 +81,7 @@ def small_placements() -> list[Placed]:
         Placed("hybrid-drafts", form(gpu_layers=0, **drafts), on_card=False, mtp=True),
         Placed("hybrid-drafts", form(**drafts), mtp=True),
         Placed("moe-scaled", form()),
+        Placed("moe-scaled", form(batch_tokens=4096, micro_batch_tokens=2048)),
         Placed("moe-scaled", form(cpu_moe_layers=6)),
         Placed("moe-scaled", form(cpu_moe_layers=12)),
         Placed("moe-scaled", form(gpu_layers=6)),
@@ -277,16 +281,19 @@ def _answers(endpoint: str) -> bool:
 def absent_cards() -> list[dict[str, Any]]:
     """What fits on the owners' cards, by header alone: models of real size whose weights nobody wrote."""
     found = []
-    wishes = {"as loaded on demand": Form(), "8 slots of 131,072": Form(slots=8, context_tokens=131072)}
+    usual = open_form(Form())
+    wishes = {
+        "as loaded on demand": usual,
+        "8 slots of 131,072": dataclasses.replace(usual, slots=8, context_tokens=131072),
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name in ("35b-a3b", "27b"):
             path = Path(folder) / f"{name}.gguf"
             write_empty(path, SHAPES[name], qwen35())
             facts = facts_of(path)
             for card, size_gb in CARDS.items():
-                room = Room(
-                    0, card, (size_gb << 30) - CARD_MARGIN_BYTES, CARD_HOST_BYTES, CARD_HOST_BYTES, is_card=True
-                )
+                free_bytes = whole_card_bytes(size_gb << 30)
+                room = Room(0, card, free_bytes, CARD_HOST_BYTES, CARD_HOST_BYTES, True, free_bytes)
                 for wish_name, wish in wishes.items():
                     found.append(_on_absent_card(name, card, wish_name, facts, wish, room))
     return found

@@ -15,7 +15,7 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
 
-from engines import store_rows
+from engines import residents, store_rows
 from engines.choices import LIVE, TERMINAL, EngineState, StopReason, Wanted
 from engines.config import EngineConfig
 from engines.models import Engine
@@ -23,10 +23,9 @@ from pools import reservation
 from pools.events import publish_on_commit
 from pools.generation_defaults import GenerationDefaults
 from pools.load_facts import variant_facts
+from pools.micro_batch import CARD_BATCH_TOKENS
 
 ALL_GPU_LAYERS = 999
-# What every measurement on a card was made with: a prompt's chunk may take more than one micro-batch.
-CARD_BATCH_TOKENS = 4096
 MAX_ERROR_CHARS = 2000
 PROGRESS_STEP = 0.04  # of loading, that is worth a write
 
@@ -48,7 +47,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class EngineTask:
     """An engine as its head handles it: what is wanted, what the row says, and what its process would be told. With a `refusal`
-    it must not be started: that is not what the row says.
+    it must not be started: that is not what the row says. `chose_micro_batch`: nobody said how many tokens it computes at once,
+    so fewer will do.
     """
 
     engine_id: int
@@ -65,6 +65,7 @@ class EngineTask:
     last_error: str = ""
     refusal: str = ""
     ready_at: datetime | None = None
+    chose_micro_batch: bool = False
 
 
 def claim_start(engine_id: int, epoch: int) -> EngineTask | None:
@@ -257,10 +258,11 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
     parts: dict[str, object] = {f"default_{key}": value for key, value in asdict(defaults).items()}
     if store is not None:
         parts |= {"store_host": store.address, "store_port": store.port, "store_secret": store.secret}
-    if on_cuda:
-        parts["batch_tokens"] = CARD_BATCH_TOKENS
     whole_rows = engine.whole_vocabulary_slots
     further = engine.further
+    if on_cuda:
+        form = residents.engine_form(engine)
+        parts |= {"batch_tokens": CARD_BATCH_TOKENS, "micro_batch_tokens": form.micro_batch_tokens}
     parts |= further.values
     config = EngineConfig(
         model_path=_model_path(engine),
@@ -302,4 +304,5 @@ def _engine_task(engine: Engine, store: store_rows.StoreEndpoint | None) -> Engi
         last_error=engine.last_error,
         refusal=further.refusal,
         ready_at=engine.ready_at,
+        chose_micro_batch=on_cuda and not model.pooling and "micro_batch_tokens" not in further.values,
     )

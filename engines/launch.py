@@ -212,12 +212,13 @@ def read_config(directory: Path) -> EngineConfig | None:
 
 
 def fits(told: EngineConfig, wanted: EngineConfig) -> bool:
-    """Whether an engine that was told so is what is wanted. Ports and secrets, drawn at each start, do not count."""
+    """Whether an engine that was told so is what is wanted. Ports and secrets, drawn at each start, do not count, nor does the
+    micro-batch, which was chosen for what it found then: it makes prompts faster or slower, and nothing else."""
     return _undrawn(told) == _undrawn(wanted)
 
 
 def _undrawn(config: EngineConfig) -> EngineConfig:
-    return replace(config, port=0, http_secret="", rpc_port=0, rpc_secret="")
+    return replace(config, port=0, http_secret="", rpc_port=0, rpc_secret="", micro_batch_tokens=512)
 
 
 def health(port: int, address: str = "127.0.0.1") -> str | None:

@@ -229,7 +229,7 @@ def _plan(
             state for state in states if state.host_id == kept.host_id and device_id in (None, state.room.device_id)
         ]
         states = states if device_id is not None else [state for state in states if not state.room.is_card]
-        return plan_load(wish.facts, residents.engine_form(kept), states, there, may_shrink=False, exact=True)
+        return plan_load(wish.facts, residents.placed_form(kept), states, there, may_shrink=False, exact=True)
     return plan_load(wish.facts, wish.form, states, there, may_shrink=wish.may_shrink)
 
 
@@ -278,6 +278,7 @@ def _begin(wish: LoadWish, kept: Engine | None, device: DeviceFacts, plan: LoadP
         wanted=Wanted.RUNNING,
         waits_for=list(plan.stops),
         stop_reason=StopReason.NONE,
+        placed_micro_batch_tokens=plan.preview.form.micro_batch_tokens if device.kind == "cuda" else None,
         restarts=0,
         load_progress=None,
         last_error="",

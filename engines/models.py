@@ -60,6 +60,12 @@ class Engine(models.Model):
         help_text='Other keys of its configuration (docs/engine.md), like {"micro_batch_tokens": 1024}. '
         "Of tensor_overrides and tensor_split the memory below knows nothing.",
     )
+    placed_micro_batch_tokens = models.PositiveIntegerField(
+        null=True,
+        blank=True,
+        editable=False,
+        help_text="Tokens computed at once on a card, as many as there was room for; empty: as many as suit its card.",
+    )
     state = models.CharField(max_length=10, choices=EngineState.choices, default=EngineState.STOPPED)
     on_demand = models.BooleanField(default=False, help_text="A request had it made; nobody set it up.")
     stop_reason = models.CharField(max_length=8, choices=StopReason.choices, default=StopReason.NONE, blank=True)

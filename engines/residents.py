@@ -14,8 +14,9 @@ from pools.fit import reading_of
 from pools.ledger import ALL_LAYERS, Form, Prediction
 from pools.ledger_predict import predict
 from pools.load_facts import DeviceFacts, model_form, model_sampling, variant_facts
+from pools.micro_batch import card_micro_batch_tokens, open_form
 from pools.placement import Room
-from pools.placement_rooms import Held, room_of
+from pools.placement_rooms import Held, room_of, whole_card_bytes
 from pools.placement_swap import DeviceState, Resident, reload_s
 
 # Who came a moment ago stays long enough to answer the request it came for.
@@ -25,9 +26,25 @@ _MEMORY_SETTINGS = ("batch_tokens", "micro_batch_tokens", "cache_tokens", "host_
 
 
 def engine_form(engine: Engine) -> Form:
-    """The form in which an engine runs, or would."""
+    """The form in which an engine runs, or would: books count it, and its process is told so.
+
+    Its micro-batch is what the row's further settings say, else what there was room for when it was placed, else what suits the
+    card; that depends on the row, the model and the card's size alone, not on what happens to be free.
+    """
+    form = placed_form(engine)
+    if form.micro_batch_tokens:
+        return form
+    whole_bytes = whole_card_bytes(engine.gpu.memory_total_bytes if engine.gpu else 0)
+    tokens = engine.placed_micro_batch_tokens or card_micro_batch_tokens(
+        variant_facts(engine.variant), form, whole_bytes
+    )
+    return dataclasses.replace(form, micro_batch_tokens=tokens)
+
+
+def placed_form(engine: Engine) -> Form:
+    """The form in which an engine is to be placed: where nobody said a micro-batch, as large a one as there is room for."""
     on_card = engine.gpu is not None and engine.gpu.kind == "cuda"
-    form = model_form(engine.variant)
+    form = open_form(model_form(engine.variant)) if on_card else model_form(engine.variant)
     return dataclasses.replace(
         form,
         gpu_layers=(ALL_LAYERS if engine.gpu_layers is None else engine.gpu_layers) if on_card else 0,

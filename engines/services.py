@@ -129,7 +129,9 @@ def configure(engine: Engine, changed: list[str] | None) -> None:
         if changed is None:
             engine.save(force_insert=True)
         elif changed:
-            engine.save(update_fields=changed)
+            # It was placed as it was; what suits it now is chosen anew.
+            engine.placed_micro_batch_tokens = None
+            engine.save(update_fields=[*changed, "placed_micro_batch_tokens"])
         publish_on_commit("engine", engine.pk)
 
 
@@ -157,7 +159,12 @@ def start(engine_id: int) -> bool:
 def stop(engine_id: int) -> bool:
     """A person asks for the engine to stop: wanted changes and its head is told. Nothing starts it on demand after that."""
     return _command(
-        engine_id, "engines.tasks.stop_engine", wanted=Wanted.STOPPED, stop_reason=StopReason.PERSON, waits_for=[]
+        engine_id,
+        "engines.tasks.stop_engine",
+        wanted=Wanted.STOPPED,
+        stop_reason=StopReason.PERSON,
+        waits_for=[],
+        placed_micro_batch_tokens=None,
     )
 
 

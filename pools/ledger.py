@@ -23,6 +23,7 @@ SCRATCH_SEQUENCES, MOST_SEQUENCES, MOST_CHECKPOINTS, DEVICE_CANDIDATES = 2, 256,
 CELL_BLOCK = 256  # llama.cpp rounds contexts up to this
 ALL_LAYERS = -1
 ALL_SLOTS = 64  # the most that there are
+USUAL_MICRO_BATCH_TOKENS = 512  # engines.config's
 _STATE_VALUE_BYTES = 4
 
 
@@ -87,7 +88,8 @@ class Form:
     `draft_tokens` 0: nobody drafts; `uses_draft_head`: the drafts come from the model's own head, if it has one.
     `copies_weights`: the card works as CUDA does: it computes large batches of layers left to the host, and needs room for their
     weights; and it unpacks keys and values that are kept in less than 16 bits. `sampling` is host where the model's defaults ask
-    for whole rows of logits anyway.
+    for whole rows of logits anyway. `micro_batch_tokens` 0: as many as its card allows (pools.micro_batch); counted as 512, the
+    fewest.
     """
 
     gpu_layers: int = ALL_LAYERS
@@ -100,7 +102,7 @@ class Form:
     draft_tokens: int = 0
     uses_draft_head: bool = False
     batch_tokens: int = 512
-    micro_batch_tokens: int = 512
+    micro_batch_tokens: int = USUAL_MICRO_BATCH_TOKENS
     whole_vocabulary_slots: int = -1
     cache_tokens: int = 0
     sampling: str = "auto"
@@ -122,7 +124,7 @@ class Form:
 
     @property
     def micro_batch(self) -> int:
-        return min(self.micro_batch_tokens, self.batch_tokens)
+        return min(self.micro_batch_tokens or USUAL_MICRO_BATCH_TOKENS, self.batch_tokens)
 
     @property
     def samples_on_device(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pools.choices import HostDuty, HostState
 from pools.generation_defaults import GenerationDefaults
 from pools.ledger import DEVICE_CANDIDATES, Form, ModelFacts
+from pools.micro_batch import open_form
 from pools.models import Gpu, Model, Variant, VariantFile
 
 USUAL_SLOTS = 4
@@ -89,7 +90,7 @@ def _wish(variant: Variant) -> LoadWish:
     model, facts = variant.model, variant_facts(variant)
     trained = variant.context_train_tokens or USUAL_CONTEXT_TOKENS
     form = dataclasses.replace(
-        model_form(variant),
+        open_form(model_form(variant)),
         slots=model.load_slots or USUAL_SLOTS,
         context_tokens=model.load_context_tokens or min(USUAL_CONTEXT_TOKENS, trained),
     )

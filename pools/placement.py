@@ -12,8 +12,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pools.ledger import ALL_LAYERS, Form, Ledger, ModelFacts, Prediction
+from pools.ledger import ALL_LAYERS, USUAL_MICRO_BATCH_TOKENS, Form, Ledger, ModelFacts, Prediction
 from pools.ledger_predict import predict
+from pools.micro_batch import with_micro_batch
 
 # Beside what llama.cpp plans: a driver's scratch memory; the interpreter, the vocabulary and what requests hold.
 CARD_MARGIN_BYTES = 512 << 20
@@ -29,7 +30,8 @@ PREVIEW_STEPS = 4
 class Room:
     """A device as a model may use it; bytes are free for engines, margins taken off already.
 
-    A CPU is no card and has no `card_bytes`; those of a card that others fill may be negative. `host_bytes` bounds what is
+    A CPU is no card and has no `card_bytes`; those of a card that others fill may be negative. `whole_card_bytes` are those of
+    the card when it is empty; 0: not known, and then nobody gets a larger micro-batch. `host_bytes` bounds what is
     kept in host memory, `resident_bytes` that and the mapped weights together: weights beyond it would be read from disk again
     and again.
     """
@@ -40,6 +42,7 @@ class Room:
     host_bytes: int
     resident_bytes: int
     is_card: bool = False
+    whole_card_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def describe(form: Form) -> str:
         weights += f", experts of {form.cpu_moe_layers} layers on the host"
     kv = form.kv_type_k if form.kv_type_k == form.kv_type_v else f"{form.kv_type_k}/{form.kv_type_v}"
     slots = f"{form.slots} slot{'s' if form.slots > 1 else ''}"
-    return f"{weights}; {slots} of {form.context_tokens:,} tokens, {kv} KV"
+    steps = f", {form.micro_batch:,} tokens at once" if form.micro_batch > USUAL_MICRO_BATCH_TOKENS else ""
+    return f"{weights}; {slots} of {form.context_tokens:,} tokens, {kv} KV{steps}"
 
 
 def fit(facts: ModelFacts, wish: Form, room: Room) -> Preview | Refusal:
@@ -113,7 +117,7 @@ def previews(facts: ModelFacts, wish: Form, room: Room) -> list[Preview]:
     found = {}
     for form, cost in _weight_steps(facts, wish, room):
         if (preview := _preview(facts, form, room, cost)) is not None:
-            found[form] = preview
+            found[preview.form] = preview
     for variant, cost in _variants(wish):
         best = placed(facts, variant, room)
         if best is not None and best.form not in found:
@@ -217,9 +221,16 @@ def _variants(wish: Form) -> Iterator[tuple[Form, float]]:
 
 
 def _preview(facts: ModelFacts, form: Form, room: Room, cost: float) -> Preview | None:
-    prediction = predict(facts, form)
-    card, host = _card_left(prediction, room), _host_left(prediction.host, room)
-    return Preview(room.device_id, form, prediction, card, host, cost) if card >= 0 and host >= 0 else None
+    """The form, with as large a micro-batch as there is room for where it names none."""
+    chosen = with_micro_batch(facts, form, room.whole_card_bytes, lambda needed: min(_left(needed, room)) >= 0)
+    if chosen is None:
+        return None
+    form, prediction = chosen
+    return Preview(room.device_id, form, prediction, *_left(prediction, room), cost)
+
+
+def _left(prediction: Prediction, room: Room) -> tuple[int, int]:
+    return _card_left(prediction, room), _host_left(prediction.host, room)
 
 
 def _card_left(prediction: Prediction, room: Room) -> int:

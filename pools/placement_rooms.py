@@ -49,7 +49,13 @@ def room_of(reading: Reading, held: Sequence[Held]) -> Room:
     card_bytes = (
         _card_bytes(reading, [one for one in held if one.device_id == reading.device_id]) if reading.is_card else 0
     )
-    return Room(reading.device_id, reading.name, card_bytes, host_bytes, resident_bytes, reading.is_card)
+    whole_bytes = whole_card_bytes(reading.total_bytes) if reading.is_card else 0
+    return Room(reading.device_id, reading.name, card_bytes, host_bytes, resident_bytes, reading.is_card, whole_bytes)
+
+
+def whole_card_bytes(total_bytes: int) -> int:
+    """What engines may have of an empty card; 0 where its size is not known."""
+    return max(total_bytes - CARD_MARGIN_BYTES, 0)
 
 
 def _card_bytes(reading: Reading, held: Sequence[Held]) -> int:

@@ -13,7 +13,7 @@ Stages (what an earlier call left in the work folder is used again):
   step          where the time of a step goes, operation by operation
   spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
   handoff       conversations between two engines on the card, while they write and idle, hybrid and dense, 8k to 64k tokens
-  placement     memory of twenty placements, predicted and taken
+  placement     memory of twenty-two placements, predicted and taken
   kv            states out of an engine and into another against page-locked copies, hybrid and dense, 8k and 64k tokens
 
 No stage begins or goes on past --limit-s; what was measured until then counts. After every stage results.json, tables.txt

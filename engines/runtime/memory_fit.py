@@ -20,6 +20,8 @@ from engines.runtime.memory_probe import Simulation
 
 SHORTEST_CONTEXT_TOKENS = 2048
 SHORTEST_POOLED_STEP_TOKENS = 64
+# Below, steps of many streams and images would be cut, too.
+LEAST_MICRO_BATCH_TOKENS = 512
 PLANS_LIMIT = 120
 _COMPACT_KV = "q8_0"
 _WIDER_KV = ("f16", "bf16", "f32")
@@ -99,7 +101,7 @@ def _axes(config: EngineConfig, simulation: Simulation, short_devices: Sequence[
     if config.pooling:
         candidates = [_context(config), _pooled_steps(config)]
     else:
-        candidates = [_slots(config), _context(config), _kv_types(config), _drafts(config)]
+        candidates = [_micro_batches(config), _slots(config), _context(config), _kv_types(config), _drafts(config)]
         if simulation.has_recurrent_state:
             candidates.append(_checkpoints(config))
         if HOST in short_devices:
@@ -113,6 +115,16 @@ def _axes(config: EngineConfig, simulation: Simulation, short_devices: Sequence[
 
 def _slots(config: EngineConfig) -> list[Step]:
     return [Step({"slots": slots}, math.log2(config.slots / slots)) for slots in range(config.slots - 1, 0, -1)]
+
+
+def _micro_batches(config: EngineConfig) -> list[Step]:
+    """Fewer tokens at once take smaller compute buffers and masks, and only make long prompts slower: the first to go."""
+    steps, now = [], min(config.micro_batch_tokens, max(config.batch_tokens, config.outputs))
+    tokens = now // 2
+    while tokens >= LEAST_MICRO_BATCH_TOKENS:
+        steps.append(Step({"micro_batch_tokens": tokens}, 0.005 * math.log2(now / tokens)))
+        tokens //= 2
+    return steps
 
 
 def _drafts(config: EngineConfig) -> list[Step]:

@@ -217,6 +217,23 @@ def test_the_nearest_form_changes_the_setting_that_costs_least(
     check_fits(nearest.config, rooms)
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen35"])
+def test_a_smaller_micro_batch_comes_before_all_else(tiny_model: Models, model: str) -> None:
+    values = {"slots": 4, "context_tokens": 8192, "batch_tokens": 4096, "micro_batch_tokens": 2048}
+    asked = config(tiny_model(model).path, speculation="auto", draft_tokens=2, **values)
+    for tokens in (1024, 512):
+        smaller = dataclasses.replace(asked, micro_batch_tokens=tokens)
+        saved_bytes = memory.plan(asked).host.compute_bytes - memory.plan(smaller).host.compute_bytes
+        rooms = tight(asked, saved_bytes)
+        nearest = nearest_form(asked, rooms, ["CPU"])
+        assert nearest is not None
+        assert nearest.change == {"micro_batch_tokens": tokens}
+        check_fits(nearest.config, rooms)
+    usual = nearest_form(smaller, tight(smaller, 1), ["CPU"])
+    assert usual is not None
+    assert "micro_batch_tokens" not in usual.change, "512 are the fewest"
+
+
 def test_a_hybrid_gives_up_checkpoints_before_slots(tiny_model: Models) -> None:
     asked = config(tiny_model("qwen35").path, slots=4, checkpoints=40, context_tokens=2048)
     rooms = tight(asked, memory.plan(asked).host.recurrent_bytes // 4)
