@@ -1,7 +1,7 @@
 """How many tokens of a prompt a card computes in one go (llama.cpp's n_ubatch): the more, the fewer times it reads all weights.
 
-A prompt of 8,192 tokens of 35B-A3B on an H200: 5,700 tokens a second with 512 of them at once, 7,900 with 1,024, 9,300 with
-2,048, and with 4,096 no more (9,400). What it costs is memory, in compute buffers and masks that grow with it, so nobody goes
+A prompt of 8,192 tokens of 35B-A3B on an H200: 6,300 tokens a second with 512 of them at once, 9,800 with 1,024, 13,000 with
+2,048, and with 4,096 hardly more. What it costs is memory, in compute buffers and masks that grow with it, so nobody goes
 without slots, context or layers for it: a form has to fit with 512 first, and gets more of what is left.
 """
 
