@@ -14,6 +14,9 @@ of bits.
 That holds for single tokens too. Streams that were written together leave cells that are empty one by one, and a stream that
 fills them moves its span's end with every token: a graph serves again as long as that stays within 256 cells, so every eighth
 token behind 32 streams built one anew.
+
+What attention sums stays, but in another order, so numbers differ in low bits from llama.cpp's way, as they do whenever other
+conversations came before. LLAMA_KV_CELLS_TOGETHER=0 in the engine's environment turns it off.
 """
 
 from __future__ import annotations
@@ -93,7 +96,11 @@ CELLS_TOGETHER = (
         }
 
         // what a window leaves behind is used again cell by cell
-        if (!cont && n_stream == 1 && swa_type == LLAMA_SWA_TYPE_NONE) {
+        static const bool keeps_together = [] {
+            const char * env = getenv("LLAMA_KV_CELLS_TOGETHER");
+            return env == nullptr || atoi(env) != 0;
+        }();
+        if (keeps_together && !cont && n_stream == 1 && swa_type == LLAMA_SWA_TYPE_NONE) {
             uint32_t head_new = cells.find_together(n_tokens, seq_id);
             if (head_new == cells.size()) {
                 head_new = cells.next_empty(head_cur);

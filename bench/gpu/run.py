@@ -13,6 +13,7 @@ Stages (what an earlier call left in the work folder is used again):
   step          where the time of a step goes, operation by operation
   spec          drafts of the model's own head, on a model of the same shape whose text is foreseeable
   handoff       conversations between two engines on the card, while they write and idle, hybrid and dense, 8k to 64k tokens
+  pd            prompts that one engine on the card computes and another one answers
   placement     memory of twenty-two placements, predicted and taken
   kv            states out of an engine and into another against page-locked copies, hybrid and dense, 8k and 64k tokens
 
@@ -62,13 +63,16 @@ BENCHES: dict[str, list[str]] = {
     "step": ["step", "--streams", "1,8,32"],
     "spec": ["spec", "--rounds", "2", "--new-tokens", "256", "--peer-form", "default+bare"],
     "handoff": ["handoff", "--model", "synthetic:35b-a3b-kv", "--model", "synthetic:kv", "--rounds", "1"],
+    # An answer has to last until it has moved: a card writes 64 tokens of these small weights in the time that takes.
+    "pd": ["pd", "--model", "synthetic:35b-a3b-kv", "--rounds", "2", "--answer", "512"],
     "placement": ["placement"],
     "kv": ["kv", "--model", "synthetic:35b-a3b-kv,synthetic:kv", "--kv-types", "f16,q8_0", "--rounds", "4"],
 }
 KV = ["--contexts", "8192,65536", "--blocks", "0,1024", "--gpu-layers=-1", "--threads", "8"]
 KV_BUDGET_S = 85.0
 HANDOFF_BUDGET_S = 60.0
-ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=512"]
+PD_BUDGET_S = 60.0
+ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=2048"]
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,8 @@ def bench(name: str, call: Call) -> bool:
         return bench_kv(call)
     if name == "handoff":
         return bench_handoff(call)
+    if name == "pd":
+        return bench_pd(call)
     if name == "step":
         return bench_step(call)
     model = f"{call.model}-drafts" if name == "spec" else call.model
@@ -300,6 +306,15 @@ def bench_handoff(call: Call) -> bool:
     command += ON_A_CARD if call.compute_capability else ["--threads", "1"]
     command += ["--budget-s", str(min(HANDOFF_BUDGET_S, max(1.0, call.left_s * 0.8)))]
     return _benched("handoff", command, call)
+
+
+def bench_pd(call: Call) -> bool:
+    """Two engines on one card, alike but for their part."""
+    command = [sys.executable, "-m", "bench", *BENCHES["pd"], "--out", str(call.results / "pd.json")]
+    command += ["--logs", str(call.logs / "pd"), "--contexts", "512" if call.tiny else "8192,32768"]
+    command += ON_A_CARD if call.compute_capability else ["--threads", "1"]
+    command += ["--budget-s", str(min(PD_BUDGET_S, max(1.0, call.left_s * 0.8)))]
+    return _benched("pd", command, call)
 
 
 def _benched(name: str, command: list[str], call: Call) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.native.test_cell_window import logits
+from tests.native.test_cell_window import SAME_CELLS, logits
 from tests.synthetic_gguf import write_qwen35, write_qwen35moe
 
 pytestmark = [
@@ -25,7 +25,8 @@ def test_what_is_taken_back_leaves_the_state_before_it(
     tmp_path: Path, library: Path, write: Callable[..., Any]
 ) -> None:
     write(tmp_path / "m.gguf", nextn=True)
-    ours = logits(tmp_path / "m.gguf", tmp_path / "ours.npy", "taken_back_of", LLAMA_CPP_LIB_PATH=str(library))
+    names = {"LLAMA_CPP_LIB_PATH": str(library), **SAME_CELLS}
+    ours = logits(tmp_path / "m.gguf", tmp_path / "ours.npy", "taken_back_of", **names)
     theirs = logits(tmp_path / "m.gguf", tmp_path / "theirs.npy", "taken_back_of")
     assert ours.shape == theirs.shape and theirs.std() > 0.1
     # Compilers may round otherwise; a wrong state is another number altogether.
