@@ -220,7 +220,7 @@ def test_the_nearest_form_changes_the_setting_that_costs_least(
 @pytest.mark.parametrize("model", ["llama", "qwen35"])
 def test_a_smaller_micro_batch_comes_before_all_else(tiny_model: Models, model: str) -> None:
     values = {"slots": 4, "context_tokens": 8192, "batch_tokens": 4096, "micro_batch_tokens": 2048}
-    asked = config(tiny_model(model).path, speculation="auto", draft_tokens=2, **values)
+    asked = config(tiny_model(model).path, speculation="auto", draft_tokens=2, host_cache_bytes=1 << 30, **values)
     for tokens in (1024, 512):
         smaller = dataclasses.replace(asked, micro_batch_tokens=tokens)
         saved_bytes = memory.plan(asked).host.compute_bytes - memory.plan(smaller).host.compute_bytes
