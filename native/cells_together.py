@@ -3,8 +3,8 @@
 
 llama.cpp takes the next empty cells from where it took the last ones, or from the beginning again once enough of them are
 empty. In a cache that conversations have come to and left, a prompt's parts then lie far from each other, and its attention
-(native/cell_window.py) looks at all that lies between: a part of 2,048 rows at up to the whole cache. On an H200 parts of 4,096
-tokens of 32 prompts of 8,192 took up to 1.16 s, where a prompt alone took 0.4 s for as many.
+(native/cell_window.py) looks at all that lies between: a part of 2,048 rows at up to the whole cache. On an H200 with 32
+prompts of 8,192 tokens a token waited up to 1.16 s (p99) for parts of 4,096 that take 0.4 s alone.
 
 So a step's tokens go where they fit in one piece with a little room behind: shortly behind the last cell of their (first)
 sequence; else where that sequence's span grows least; of a sequence without cells into the longest empty stretch, so that what

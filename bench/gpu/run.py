@@ -70,8 +70,8 @@ BENCHES: dict[str, list[str]] = {
 }
 KV = ["--contexts", "8192,65536", "--blocks", "0,1024", "--gpu-layers=-1", "--threads", "8"]
 KV_BUDGET_S = 85.0
-HANDOFF_BUDGET_S = 60.0
-PD_BUDGET_S = 60.0
+TWO_ENGINES = {"handoff": "8192,32768,65536", "pd": "8192,32768"}  # with their contexts
+TWO_ENGINES_BUDGET_S = 60.0
 ON_A_CARD = ["--gpu-layers=-1", "--threads", "8", "--set", "batch_tokens=4096", "--set", "micro_batch_tokens=2048"]
 
 
@@ -254,10 +254,8 @@ def bench(name: str, call: Call) -> bool:
     """One `python -m bench …`, its output shown and kept, its details in results/NAME.json as far as it came."""
     if name == "kv":
         return bench_kv(call)
-    if name == "handoff":
-        return bench_handoff(call)
-    if name == "pd":
-        return bench_pd(call)
+    if name in TWO_ENGINES:
+        return bench_two_engines(name, call)
     if name == "step":
         return bench_step(call)
     model = f"{call.model}-drafts" if name == "spec" else call.model
@@ -294,27 +292,13 @@ def bench_step(call: Call) -> bool:
     return _benched("step", command, call)
 
 
-def bench_handoff(call: Call) -> bool:
-    """Two engines on one card, on the models of `kv`."""
-    command = [sys.executable, "-m", "bench", *BENCHES["handoff"], "--logs", str(call.logs / "handoff")]
-    command += [
-        "--out",
-        str(call.results / "handoff.json"),
-        "--contexts",
-        "512,1024" if call.tiny else "8192,32768,65536",
-    ]
+def bench_two_engines(name: str, call: Call) -> bool:
+    """On one card, on the models of `kv`."""
+    command = [sys.executable, "-m", "bench", *BENCHES[name], "--out", str(call.results / f"{name}.json")]
+    command += ["--logs", str(call.logs / name), "--contexts", "512,1024" if call.tiny else TWO_ENGINES[name]]
     command += ON_A_CARD if call.compute_capability else ["--threads", "1"]
-    command += ["--budget-s", str(min(HANDOFF_BUDGET_S, max(1.0, call.left_s * 0.8)))]
-    return _benched("handoff", command, call)
-
-
-def bench_pd(call: Call) -> bool:
-    """Two engines on one card, alike but for their part."""
-    command = [sys.executable, "-m", "bench", *BENCHES["pd"], "--out", str(call.results / "pd.json")]
-    command += ["--logs", str(call.logs / "pd"), "--contexts", "512" if call.tiny else "8192,32768"]
-    command += ON_A_CARD if call.compute_capability else ["--threads", "1"]
-    command += ["--budget-s", str(min(PD_BUDGET_S, max(1.0, call.left_s * 0.8)))]
-    return _benched("pd", command, call)
+    command += ["--budget-s", str(min(TWO_ENGINES_BUDGET_S, max(1.0, call.left_s * 0.8)))]
+    return _benched(name, command, call)
 
 
 def _benched(name: str, command: list[str], call: Call) -> bool:

@@ -57,6 +57,18 @@ static __device__ __forceinline__ experts_place experts_at(
     return group < s.n_groups ? experts_place{item, group, 0} : experts_place{item + 1, 0, 0};
 }
 
+// A warp's share of what all groups cost: from `place` on, up to `stop`.
+static __device__ __forceinline__ void experts_share(
+        const int * plan, const experts_shape & s, const int warp, const int n_warps, experts_place & place, experts_place & stop) {
+    const int n_items = plan[0];
+    const int n_costs = plan[1];
+    const experts_item * items = (const experts_item *) (plan + 4);
+    const short * item_of = (const short *) ((const int *) (items + s.n_pairs) + s.n_pairs);
+    const int64_t n_all = (int64_t) n_costs*s.n_groups;
+    place = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*warp/n_warps));
+    stop  = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*(warp + 1)/n_warps));
+}
+
 // Where the step's rows begin, from the first expert's first weight on.
 template <int steps, bool has_gate>
 static __device__ __forceinline__ int experts_first_row(const experts_shape & s, const int group, const int step) {
@@ -268,18 +280,11 @@ static __global__ void mul_mat_experts(
     float      * GGML_CUDA_RESTRICT dst  = dst_ptr;
 
     ggml_cuda_pdl_sync();
-    const int n_items = plan_ptr[0];
-    const int n_costs = plan_ptr[1];
     const experts_item * items = (const experts_item *) (plan_ptr + 4);
-
-    // This warp's share of what all groups cost.
     const int * pairs = (const int *) (items + s.n_pairs);
-    const short * item_of = (const short *) (pairs + s.n_pairs);
-    const int warp    = blockIdx.x*EXPERTS_WARPS + threadIdx.y;
-    const int n_warps = gridDim.x*EXPERTS_WARPS;
-    const int64_t n_all = (int64_t) n_costs*s.n_groups;
-    experts_place place = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*warp/n_warps));
-    const experts_place stop = experts_at(items, item_of, n_items, n_costs, s, (int) (n_all*(warp + 1)/n_warps));
+
+    experts_place place, stop;
+    experts_share(plan_ptr, s, blockIdx.x*EXPERTS_WARPS + threadIdx.y, gridDim.x*EXPERTS_WARPS, place, stop);
     if (place.is(stop)) {
         return;
     }

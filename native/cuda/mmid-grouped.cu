@@ -9,6 +9,7 @@
 
 constexpr int EXPERTS_MAX_PAIRS   = 4096; // of tokens and slots
 constexpr int EXPERTS_MAX_EXPERTS = 4096;
+static_assert((EXPERTS_READ_COST + EXPERTS_TOKEN_COST)*EXPERTS_MAX_PAIRS <= INT16_MAX, "a plan counts costs and items in 16 bits");
 
 // GGML_CUDA_MMID_GROUPED=TOKENS or TOKENS,FEWEST: up to how many tokens for each expert on average (0: never), and for how many of a
 // step at least. Unset it is for cards that copy into shared memory on their own (sm_80 and newer).
@@ -29,38 +30,33 @@ static experts_limits experts_limits_of_environment() {
     return limits;
 }
 
+#define EXPERTS_TYPES(CASE) \
+    CASE(GGML_TYPE_Q4_0)  CASE(GGML_TYPE_Q4_1)    CASE(GGML_TYPE_Q5_0)   CASE(GGML_TYPE_Q5_1)  CASE(GGML_TYPE_Q8_0)    CASE(GGML_TYPE_MXFP4) \
+    CASE(GGML_TYPE_Q2_K)  CASE(GGML_TYPE_Q3_K)    CASE(GGML_TYPE_Q4_K)   CASE(GGML_TYPE_Q5_K)  CASE(GGML_TYPE_Q6_K) \
+    CASE(GGML_TYPE_IQ1_S) CASE(GGML_TYPE_IQ1_M)   CASE(GGML_TYPE_IQ2_XXS) CASE(GGML_TYPE_IQ2_XS) CASE(GGML_TYPE_IQ2_S) \
+    CASE(GGML_TYPE_IQ3_XXS) CASE(GGML_TYPE_IQ3_S) CASE(GGML_TYPE_IQ4_NL) CASE(GGML_TYPE_IQ4_XS)
+
 static bool experts_know(const ggml_type type) {
+#define EXPERTS_CASE(known) case known:
     switch (type) {
-        case GGML_TYPE_Q4_0:
-        case GGML_TYPE_Q4_1:
-        case GGML_TYPE_Q5_0:
-        case GGML_TYPE_Q5_1:
-        case GGML_TYPE_Q8_0:
-        case GGML_TYPE_MXFP4:
-        case GGML_TYPE_Q2_K:
-        case GGML_TYPE_Q3_K:
-        case GGML_TYPE_Q4_K:
-        case GGML_TYPE_Q5_K:
-        case GGML_TYPE_Q6_K:
-        case GGML_TYPE_IQ2_XXS:
-        case GGML_TYPE_IQ2_XS:
-        case GGML_TYPE_IQ2_S:
-        case GGML_TYPE_IQ3_XXS:
-        case GGML_TYPE_IQ3_S:
-        case GGML_TYPE_IQ1_S:
-        case GGML_TYPE_IQ1_M:
-        case GGML_TYPE_IQ4_NL:
-        case GGML_TYPE_IQ4_XS:
+        EXPERTS_TYPES(EXPERTS_CASE)
             return true;
         default:
             return false;
     }
+#undef EXPERTS_CASE
 }
 
-// Types whose weights are multiplied from registers. The others are slower than tiles where rows are short: on an H200 the 512
+// Whether the type's weights are multiplied from registers. The others are slower than tiles where rows are short: on an H200 the 512
 // columns of 35B-A3B's down in Q6_K take 0.8 of their speed, the 2,048 of gate and up 1.4.
 static bool experts_multiply_from_registers(const ggml_type type) {
-    return type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_K;
+#define EXPERTS_CASE(known) case known: return experts_in_registers<known>();
+    switch (type) {
+        EXPERTS_TYPES(EXPERTS_CASE)
+        default:
+            return false;
+    }
+#undef EXPERTS_CASE
 }
 constexpr int64_t EXPERTS_LONG_ROW  = 1024;
 constexpr double  EXPERTS_FEW_MEAN  = 2.0;
@@ -170,28 +166,9 @@ static void launch_experts(ggml_backend_cuda_context & ctx, const experts_operan
 template <bool has_gate>
 static void launch_experts_of(
         const ggml_type type, ggml_backend_cuda_context & ctx, const experts_operands & of, const experts_shape & s) {
-#define EXPERTS_CASE(type) case type: launch_experts<type, has_gate>(ctx, of, s); break
+#define EXPERTS_CASE(known) case known: launch_experts<known, has_gate>(ctx, of, s); break;
     switch (type) {
-        EXPERTS_CASE(GGML_TYPE_Q4_0);
-        EXPERTS_CASE(GGML_TYPE_Q4_1);
-        EXPERTS_CASE(GGML_TYPE_Q5_0);
-        EXPERTS_CASE(GGML_TYPE_Q5_1);
-        EXPERTS_CASE(GGML_TYPE_Q8_0);
-        EXPERTS_CASE(GGML_TYPE_MXFP4);
-        EXPERTS_CASE(GGML_TYPE_Q2_K);
-        EXPERTS_CASE(GGML_TYPE_Q3_K);
-        EXPERTS_CASE(GGML_TYPE_Q4_K);
-        EXPERTS_CASE(GGML_TYPE_Q5_K);
-        EXPERTS_CASE(GGML_TYPE_Q6_K);
-        EXPERTS_CASE(GGML_TYPE_IQ2_XXS);
-        EXPERTS_CASE(GGML_TYPE_IQ2_XS);
-        EXPERTS_CASE(GGML_TYPE_IQ2_S);
-        EXPERTS_CASE(GGML_TYPE_IQ3_XXS);
-        EXPERTS_CASE(GGML_TYPE_IQ3_S);
-        EXPERTS_CASE(GGML_TYPE_IQ1_S);
-        EXPERTS_CASE(GGML_TYPE_IQ1_M);
-        EXPERTS_CASE(GGML_TYPE_IQ4_NL);
-        EXPERTS_CASE(GGML_TYPE_IQ4_XS);
+        EXPERTS_TYPES(EXPERTS_CASE)
         default:
             GGML_ABORT("fatal error");
     }

@@ -23,23 +23,13 @@ from pools.ledger_predict import predict
 from pools.load_facts import variant_facts
 from pools.models import Gpu, Model
 from pools.placement import Preview
-from pools.readings import GpuReading
 from tests.rows import CPU, HOST, add_engine, add_model
 from tests.synthetic_gguf import SyntheticModel
 
 pytestmark = pytest.mark.django_db(transaction=True)
 GIB = 1 << 30
-CARD = GpuReading(
-    kind="cuda",
-    index=0,
-    uuid="GPU-1",
-    name="A card",
-    arch="sm_86",
-    memory_total_bytes=12 * GIB,
-    memory_used_bytes=0,
-    temperature_c=40.0,
-    utilization_percent=1.0,
-    power_w=20.0,
+CARD = dataclasses.replace(
+    CPU, kind="cuda", uuid="GPU-1", name="A card", arch="sm_86", memory_total_bytes=12 * GIB, memory_used_bytes=0
 )
 
 

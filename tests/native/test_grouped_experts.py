@@ -250,6 +250,25 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_step(program: Path) -
             assert got is not None and got.tobytes() == all_results[0][5 * i : 5 * i + 1].tobytes(), (type, i)
 
 
+@pytest.mark.parametrize("tokens", [9, 16, 32, 64, 128])
+def test_warps_have_equal_shares_of_the_work(program: Path, tokens: int) -> None:
+    """By the instructions that a card counted: of reading a group of rows, and of multiplying it with a token. By groups alone a
+    warp with those of three tokens would have 1.6 times the mean."""
+    warps, groups, experts = 2112, 256, 256  # of an H200 and of gate and up of 35B-A3B
+    random = np.random.default_rng(tokens)
+    ids = np.stack([random.choice(experts, 8, replace=False) for _ in range(tokens)]).astype(np.int32)
+    given = struct.pack("<3i", experts, *ids.shape) + ids.tobytes()
+    command = [str(program), "shares", str(warps), str(groups)]
+    ended = subprocess.run(command, input=given, capture_output=True, timeout=600, check=True)
+    own_groups, products = np.array([line.split() for line in ended.stdout.splitlines()], int).T
+    assert len(own_groups) == warps
+    assert own_groups.sum() == groups * len(np.unique(ids))
+    assert products.sum() == groups * ids.size
+    instructions = 315 * own_groups + 400 * products
+    # With few tokens a share is less than ten groups, of which one may be too many.
+    assert instructions.max() <= (1.15 if tokens > 9 else 1.3) * instructions.mean()
+
+
 def test_which_steps_take_this_way(program: Path) -> None:
     def takes(limits: str | None, *cases: Case) -> list[bool]:
         return [got is not None for got in run(program, [Inputs(case) for case in cases], limits)]

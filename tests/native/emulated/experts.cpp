@@ -2,6 +2,10 @@
 // native/cuda; tests/native/test_grouped_experts.py takes out of llama.cpp's what they stand on.
 //
 //   experts < CASES > RESULTS
+//   experts shares WARPS GROUPS < IDS: what each warp has of the work, by the plan and the shares that the kernels make
+//
+// IDS, little-endian: int32 experts, tokens, slots, then the ids [tokens][slots]. The answer, a line for each warp: groups,
+// and how often it multiplies one of them with a token.
 //
 // A case, little-endian: int32 type, columns, rows, experts, tokens, slots, rows of activations of a token, with a gate, with
 // biases, bytes of a row; the experts' weights and the gate's, as they lie in a file; biases and the gate's (floats); the ids
@@ -31,7 +35,35 @@ struct weights {
     ~weights() { free(place); }
 };
 
-int main() {
+// A warp's groups are those between the places where it and the next one begin.
+static int print_shares(const int n_warps, const int n_groups) {
+    const auto sizes = read<int>(3);
+    const int n_experts = sizes[0], n_pairs = sizes[1]*sizes[2];
+    const auto ids = read<int>(n_pairs);
+    std::vector<int> plan(experts_plan_size(n_pairs), -1), shared(2*n_experts);
+    run_kernel({1, 1, 1}, {EXPERTS_PREPARE, 1, 1}, [&] {
+        experts_make_plan(ids.data(), plan.data(), shared.data(), n_experts, n_pairs, sizes[2], sizes[2], 2*EXPERTS_COLUMNS, true);
+    });
+    experts_shape s{};
+    s.n_pairs = n_pairs, s.n_groups = n_groups, s.n_sections = 1;
+    const auto * items = (const experts_item *) (plan.data() + 4);
+    for (int warp = 0; warp < n_warps; ++warp) {
+        experts_place place, stop;
+        experts_share(plan.data(), s, warp, n_warps, place, stop);
+        int groups = 0, products = 0;
+        for (; !place.is(stop); place.advance(s)) {
+            ++groups;
+            products += items[place.item].count;
+        }
+        printf("%d %d\n", groups, products);
+    }
+    return 0;
+}
+
+int main(int argc, char ** argv) {
+    if (argc == 4 && strcmp(argv[1], "shares") == 0) {
+        return print_shares(atoi(argv[2]), atoi(argv[3]));
+    }
     for (int c; (c = getchar()) != EOF;) {
         ungetc(c, stdin);
         const auto shape = read<int>(10);
